@@ -7,9 +7,8 @@ from html import escape
 from pathlib import Path
 
 import reshard as rs
-from reshard.show.page.colours import Colours, palette
-from reshard.show.page.drawings import Drawing, drawing_of
-from reshard.show.picture import picture_of
+from reshard.show.holdings import picture_of
+from reshard.show.page.drawings import Colours, Drawing, drawing_of, palette
 
 FOLDER = Path(__file__).parent / "pictures"
 FILLS = palette(dark=False)

@@ -14,7 +14,7 @@ from reshard.errors import SizeError
 
 __all__ = [
     "Report", "align", "and_more", "count", "first_line", "format_bytes", "format_shape", "log",
-    "name_list", "parse_bytes", "quoted", "shorten",
+    "name_list", "parse_bytes", "printable", "quoted", "shorten",
 ]  # fmt: skip
 
 MAX_QUOTED = 160
@@ -78,9 +78,18 @@ def quoted(text: object) -> str:
     shown = str(text)
     if len(shown) > MAX_QUOTED:
         shown = f"{shown[:MAX_QUOTED]}... ({len(shown)} characters)"
-    if not shown.isprintable():
-        shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
-    return f'"{shown}"'
+    return f'"{printable(shown)}"'
+
+
+def printable(text: str) -> str:
+    """Text as one printable line: what turns text around or hides in it becomes visible.
+
+    >>> print(printable("a" + chr(0x202E) + "b"))
+    a\\u202eb
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def count(number: int, what: str, several: str = "") -> str:

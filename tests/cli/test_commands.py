@@ -447,7 +447,7 @@ def test_a_checkpoint_of_the_demo_that_differs_is_told() -> None:
 def test_bench(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    module = importlib.import_module("reshard.cli.bench")
+    module = importlib.import_module("reshard.cli.source")
     monkeypatch.setattr(module, "__file__", str(tmp_path / "a/b/c/d.py"))
     monkeypatch.chdir(tmp_path)
     assert run(["bench"]) == 2

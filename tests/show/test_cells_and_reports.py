@@ -17,9 +17,9 @@ from hypothesis import given, settings
 import reshard as rs
 from reshard import checkpoint
 from reshard.cli import run
+from reshard.cli.checkpoint_page import render_stored
 from reshard.show.page import render
 from reshard.show.page.notebook import sample_shape
-from reshard.show.page.stored import render_stored
 from reshard.show.run_report import RoundReport, RunReport
 from tests import strategies
 from tests.cases import Side

@@ -23,7 +23,7 @@ from tests.soak import within
 
 ROOT = Path(__file__).parents[2]
 QUICK = (
-    "import sys; import reshard.cli.explore.server as server; server.CPU_SECONDS = 1; "
+    "import sys; import reshard.cli.explore_server as server; server.CPU_SECONDS = 1; "
     "from reshard.cli import run; sys.exit(run(sys.argv[1:]))"
 )
 """The explorer with less patience than it has."""

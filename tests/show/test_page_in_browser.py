@@ -12,8 +12,8 @@ import pytest
 import reshard as rs
 from reshard import checkpoint
 from reshard.cli import run
+from reshard.cli.checkpoint_page import render_stored
 from reshard.show.page import render
-from reshard.show.page.stored import render_stored
 from tests.moves import model_plan
 from tests.show.browser import Browser, Tab
 from tests.show.test_cells_and_reports import report_of, save_tensors

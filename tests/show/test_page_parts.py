@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 
 import reshard as rs
 from reshard.rules.models import tensors
-from reshard.show.matrix import traffic_ends
 from reshard.show.name_patterns import name_patterns, named
-from reshard.show.page.colours import FILLS, LOOKS, TEXTURES, Colours, palette
-from reshard.show.page.drawings import Drawing, Rect
+from reshard.show.page.drawings import FILLS, LOOKS, TEXTURES, Colours, Drawing, Rect, palette
 from reshard.show.page.links import links_of
 from reshard.show.page.plan_page import document_of, moves_of
 from reshard.show.plan_text import stack_rows
+from reshard.show.traffic import traffic_matrix
 from tests import strategies
 from tests.cases import Case
 from tests.checks import plan_case
@@ -169,7 +168,7 @@ def touched(drawing: Drawing, box: rs.Box) -> list[int]:
 
 def check_links(plan: rs.Plan) -> int:
     """Compare the links of a plan with its steps; how many steps there were to compare with."""
-    ends, checked = traffic_ends(plan, 64), 0
+    matrix, checked = traffic_matrix(plan, 64), 0
     rows = stack_rows(plan)
     for row, move in zip(rows, moves_of(rows, Colours()), strict=True):
         assert move.want is not None
@@ -177,7 +176,7 @@ def check_links(plan: rs.Plan) -> int:
             continue
         have, want = move.have.drawing, move.want.drawing
         links = {
-            (link.have, link.want): link for link in links_of(plan, row.stack, have, want, ends)
+            (link.have, link.want): link for link in links_of(plan, row.stack, have, want, matrix)
         }
         steps = [
             step
@@ -185,11 +184,11 @@ def check_links(plan: rs.Plan) -> int:
             for step in plan.for_rank(rank).sends
             if (step.have_name, step.name) in row.stack.names
         ]
-        wide = ends.matrix.num_bytes.shape[1] if ends.matrix.num_bytes.size else 1
+        wide = matrix.num_bytes.shape[1] if matrix.num_bytes.size else 1
         needed: dict[tuple[int, int], set[int]] = {pair: set() for pair in links}
         for step in steps:
             source, to = (plan.ranks.index(rank) for rank in (step.source, step.destination))
-            entry = int(ends.sources[source]) * wide + int(ends.destinations[to])
+            entry = int(matrix.row_of[source]) * wide + int(matrix.column_of[to])
             for h, w in itertools.product(touched(have, step.have_box), touched(want, step.box)):
                 if (h, w) in links:
                     needed[h, w].add(entry)
@@ -210,7 +209,7 @@ def test_links_of_a_simple_move() -> None:
     assert move.have.drawing is not None
     assert move.want.drawing is not None
     drawings = move.have.drawing, move.want.drawing
-    links = links_of(plan, row.stack, *drawings, traffic_ends(plan, 16))
+    links = links_of(plan, row.stack, *drawings, traffic_matrix(plan, 16))
     assert [(link.have, link.want, link.entries) for link in links] == [
         (i, j, (2 * i + j,)) for i in range(4) for j in range(2)
     ]

@@ -13,15 +13,12 @@ import pytest
 from hypothesis import assume, given, settings
 
 import reshard as rs
-from reshard.show.frame import frame
-from reshard.show.holdings import holdings
+from reshard.show.holdings import Picture, holdings, picture_of
 from reshard.show.ink import Span, coloured, plain, wants_colour
-from reshard.show.matrix import draw as draw_matrix
-from reshard.show.matrix import group, traffic_matrix
 from reshard.show.page import render
-from reshard.show.picture import Picture, picture_of
-from reshard.show.terminal import draw, pieces_table
-from reshard.show.trace import to_trace
+from reshard.show.terminal import draw, frame, pieces_table
+from reshard.show.traffic import draw as draw_matrix
+from reshard.show.traffic import group, to_trace, traffic_matrix
 from tests import strategies
 from tests.cases import Case, Side
 from tests.checks import build, plan_case

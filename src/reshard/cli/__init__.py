@@ -1,11 +1,11 @@
-"""The command line; one file per command.
+"""The command line, a command per file or a few that belong together.
 
-    show plan inspect convert bench index  the commands of these names
-    compare      ``verify`` and ``diff``
-    explore/     the page of a plan with fields, in a browser
+    show plan convert  the commands of these names
+    checkpoints  ``inspect``, ``verify`` and ``diff``; ``checkpoint_page`` is the page of the first
+    explore      the page of a plan with fields, in a browser; ``explore_server`` serves it
     demo         plan, simulate, run and convert a model; ``demo_live`` starts its ranks
-    options      options that several commands take
-    parsing      shapes, meshes, layouts and models from text
+    source       ``index`` and ``bench``
+    options      options that several commands take: shapes, meshes, layouts and models from text
     output       JSON, colours, progress bars, exit codes
 
 Reports go to standard output, errors to standard error as one line. Exit codes: 0 done, 1 the
@@ -24,11 +24,11 @@ from collections.abc import Sequence
 
 import click
 
-from reshard.cli import bench, compare, convert, demo, index, inspect, plan, show
-from reshard.cli.explore import command as explorer
+from reshard.cli import checkpoints, convert, demo, explore, plan, show, source
 from reshard.cli.options import add_manners
 from reshard.cli.output import UNSUPPORTED, tolerant
 from reshard.errors import ReshardError, UnsupportedError
+from reshard.text import printable
 
 __all__ = ["main", "run"]
 
@@ -67,8 +67,8 @@ def cli(context: click.Context, version: bool) -> None:
 
 
 for _command in (
-    *(show.show, plan.plan, explorer.explore, inspect.inspect, convert.convert),
-    *(compare.verify, compare.diff, index.index, demo.demo, bench.bench),
+    *(show.show, plan.plan, explore.explore, checkpoints.inspect, convert.convert),
+    *(checkpoints.verify, checkpoints.diff, source.index, demo.demo, source.bench),
 ):
     add_manners(_command)
     cli.add_command(_command)
@@ -163,6 +163,5 @@ def _protect(argument: str) -> str:
 def _complain(message: str, code: int = BAD_INPUT) -> int:
     """Print an error as one line of printable characters; the exit code."""
     line = _OPTIONS.sub(r"--\1", _TWICE.sub(r"\1", " ".join(message.split())))
-    line = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
-    print(f"reshard: {line}", file=sys.stderr)
+    print(f"reshard: {printable(line)}", file=sys.stderr)
     return code

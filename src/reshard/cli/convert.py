@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard.cli.options import RULES
+from reshard.cli.output import byte_meter, fitted, print_json
+from reshard.errors import UnfinishedError
 
 if TYPE_CHECKING:
     from reshard.checkpoint.journal import Team
-    from reshard.errors import ReshardError
 
 __all__ = ["convert"]
 
@@ -85,13 +86,15 @@ def convert(src: str, dst: str, ranks: bool, timeout: float, as_json: bool, **wo
     DST appears when it is complete. --resume continues an interrupted conversion.
     """
     from reshard.checkpoint.journal import Team, team_of
-    from reshard.errors import UnfinishedError
 
     team = team_of(timeout=timeout) if ranks else Team()
     try:
         return _convert(src, dst, team, as_json, words)
     except UnfinishedError as error:
-        return _unfinished(error, team)
+        # Of ranks only the launcher knows the command that goes on.
+        command = f"; to continue: {_again()}" if team.size == 1 else ""
+        print(f"reshard: {' '.join(str(error).split())}{command}", file=sys.stderr)
+        return UNFINISHED
     except KeyboardInterrupt:
         print(f"reshard: interrupted; to continue: {_again()}", file=sys.stderr)
         raise
@@ -99,7 +102,6 @@ def convert(src: str, dst: str, ranks: bool, timeout: float, as_json: bool, **wo
 
 def _convert(src: str, dst: str, team: Team, as_json: bool, words: dict[str, Any]) -> int:
     from reshard.checkpoint.conversion.stages import convert as run
-    from reshard.cli.output import byte_meter, fitted, print_json
     from reshard.planning.names import read_names
 
     names = words.pop("names")
@@ -127,14 +129,6 @@ def _layout(text: str) -> tuple[str, str]:
     if not equals or not name.strip():
         raise click.BadParameter(f'--layout "{text}": expected NAME=LAYOUT, such as "*=tp ..."')
     return name.strip(), layout.strip()
-
-
-def _unfinished(error: ReshardError, team: Team) -> int:
-    """Say what happened and the command that goes on; of ranks only the launcher knows it."""
-    text = " ".join(str(error).split())
-    command = f"; to continue: {_again()}" if team.size == 1 else ""
-    print(f"reshard: {text}{command}", file=sys.stderr)
-    return UNFINISHED
 
 
 def _again() -> str:

@@ -22,6 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard.cli.options import ModelSide, model_specs
+from reshard.cli.output import fitted, print_json, terminal_width, wants_boxes, working
+from reshard.errors import LiveError
+from reshard.text import align, format_bytes
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -125,7 +130,6 @@ def demo(model: str, live: bool, trace: str | None, as_json: bool) -> int:
     than 40 seconds and 2 GiB. The live part starts twelve processes on this machine, and ends them.
     The checkpoint is made in a temporary folder, and removed.
     """
-    from reshard.cli.output import fitted, print_json, working
     from reshard.rules.models import preset
 
     def say(text: str) -> None:
@@ -171,7 +175,6 @@ def demo(model: str, live: bool, trace: str | None, as_json: bool) -> int:
 
 
 def _plan(config: Mapping[str, Any], memory: int | None) -> Plan:
-    from reshard.cli.parsing import ModelSide, model_specs
     from reshard.layout.mesh import Mesh
     from reshard.planning.plans import plan
 
@@ -198,7 +201,6 @@ def _simulated_moves(move: Plan, model: str) -> Iterator[tuple[str, Plan]]:
 
 def _picture(move: Plan) -> str:
     """One tensor of the move, before and after."""
-    from reshard.cli.output import terminal_width, wants_boxes
     from reshard.show.ink import plain
     from reshard.show.terminal import draw
 
@@ -272,7 +274,6 @@ def _local(whole: Mapping[str, Array], specs: Mapping[str, TensorSpec]) -> Array
 def _run_live(plan: Plan, given: Arrays, expected: Arrays, trace: str | None) -> LiveRun | NotRun:
     """The same move between processes, or why it could not be made."""
     from reshard.cli.demo_live import move_live
-    from reshard.errors import LiveError
     from reshard.show.run_report import RunReport
 
     if find_spec("torch") is None:
@@ -339,8 +340,6 @@ def _write_model(folder: Path) -> None:
 
 
 def _simulated_text(result: Simulated) -> str:
-    from reshard.text import format_bytes
-
     peaks = [format_bytes(n) for n in (result.stated_peak_bytes, result.peak_bytes)]
     found = "equal" if result.arrays_equal else "DIFFER FROM"
     return _section(
@@ -373,8 +372,6 @@ def _live_text(what: str, ran: LiveRun | NotRun) -> str:
 
 
 def _files_text(files: Converted) -> str:
-    from reshard.text import format_bytes
-
     read, written = format_bytes(files.bytes_read), format_bytes(files.bytes_written)
     return _section(
         "Converted on disk, without torch: a small Llama from 4-way to 2-way tensor parallelism",
@@ -389,8 +386,6 @@ def _files_text(files: Converted) -> str:
 
 def _stated(move: Simulated | LiveRun, *more: tuple[str, str, str]) -> list[str]:
     """A table of what a plan states and what happened."""
-    from reshard.text import align
-
     rows = [
         ("", "plan states", "happened"),
         ("bytes", f"{move.stated_wire_bytes:,}", f"{move.wire_bytes:,}"),

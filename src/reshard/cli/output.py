@@ -15,24 +15,15 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from reshard.text import format_bytes, shorten
+
 if TYPE_CHECKING:
     from reshard.show.ink import Line
 
 __all__ = [
-    "UNSUPPORTED",
-    "byte_meter",
-    "code_of",
-    "fitted",
-    "is_quiet",
-    "print_json",
-    "print_lines",
-    "say_written",
-    "terminal_width",
-    "tolerant",
-    "wants_boxes",
-    "working",
-]
-
+    "UNSUPPORTED", "byte_meter", "code_of", "fitted", "print_json", "print_lines", "say_written",
+    "terminal_width", "tolerant", "wants_boxes", "working",
+]  # fmt: skip
 
 MIN_NAME = 36
 """Names of tensors are not made shorter than this, but get lines of their own."""
@@ -102,8 +93,6 @@ def _wrapped(line: str, width: int) -> list[str]:
 
 def _narrowed(rows: list[str], width: int) -> list[str]:
     """The rows of a table that is too wide: shorter names, or names on lines of their own."""
-    from reshard.text import shorten
-
     excess = max(map(len, rows)) - width
     header = _HEADER.match(rows[0])
     if excess <= 0 or header is None:
@@ -185,8 +174,6 @@ def progress_text(done: int, total: int, seconds: float) -> str:
     >>> progress_text(3 << 20, 256 << 20, 2.0)
     '3.0 MiB of 256.0 MiB, 1.5 MiB/s'
     """
-    from reshard.text import format_bytes
-
     speed = f", {format_bytes(done / seconds)}/s" if done and seconds > 0 else ""
     return f"{format_bytes(done)} of {format_bytes(total)}{speed}"
 

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
-from reshard.cli.options import MODELS, RULES
+from reshard.cli.options import (
+    MODELS,
+    RULES,
+    ModelSide,
+    model_config,
+    model_specs,
+    parse_model_mesh,
+    parse_shape,
+    parse_side,
+    replicated,
+)
+from reshard.cli.output import fitted, print_json, print_lines, say_written, terminal_width
 from reshard.errors import PlanError, ProofError
+from reshard.text import align, format_bytes, shorten
 
 if TYPE_CHECKING:
     from reshard.layout.spec import TensorSpec
-    from reshard.planning.cost.topology import Topology
     from reshard.planning.plans import Plan
-    from reshard.planning.rank import RankPlan, Step, Steps
+    from reshard.planning.rank import RankPlan
 
 __all__ = ["plan"]
 
@@ -92,20 +105,29 @@ def plan(
     With --model, every axis of a mesh must shard something, by the rules or by --from-fsdp and
     --to-fsdp; replicas along an axis are asked for with --replicate.
     """
-    from reshard.cli.output import fitted
+    from reshard.layout.mesh import format_ranks
 
     words["from_rules"] = words["from_rules"] or rules
     words["to_rules"] = words["to_rules"] or rules
     request = Request(**words)
-    move, notes = make_plan(request)
-    _check_rank(move, rank)
-    failure = _prove(move) if check else None
+    move, notes = _make_plan(request)
+    if rank is not None and rank not in move.ranks:
+        raise PlanError(
+            f"rank {rank} has no part in this plan: its ranks are {format_ranks(move.ranks)}"
+        )
+    failure = None
+    try:
+        if check:
+            move.check()
+    except ProofError as error:
+        failure = f"does not hold: {error}"
     if reports and html is None:
         raise PlanError("--report is for --html: a page shows what a run measured")
     if html is not None:
         _write_page(move, html, request, notes, reports)
     if save is not None:
-        _save(move, save)
+        move.save(save)
+        say_written(save)
     if as_json:
         _print_json(move, rank, failure if check else "not asked", notes)
     else:
@@ -115,31 +137,31 @@ def plan(
     return 1 if failure else 0
 
 
-def make_plan(request: Request) -> tuple[Plan, list[str]]:
-    """The plan that the options ask for, and notes about its layouts."""
-    from reshard.planning.plans import plan as make
-
-    have, want, notes = _sides(request)
-    topology = _topology(request.topology)
-    return make(have, want, memory=request.memory, topology=topology), notes
-
-
 Sides: TypeAlias = "tuple[dict[str, TensorSpec], dict[str, TensorSpec], list[str]]"
 """Source, destination, and notes about their layouts."""
 
 
-def _sides(request: Request) -> Sides:
+def _make_plan(request: Request) -> tuple[Plan, list[str]]:
+    """The plan that the options ask for, and notes about its layouts."""
+    from reshard.layout.mesh import parse_ranks
+    from reshard.planning.cost.topology import Topology
+    from reshard.planning.plans import plan as make
+
     if (request.shape is None) == (request.model is None):
         given = "both" if request.shape is not None else "neither"
         raise PlanError(
             f"give --shape (one tensor) or --model (a whole model): {given} of them were given"
         )
     have, want, notes = _tensor(request) if request.shape is not None else _model(request)
-    return _without(have, request.without), want, notes
+    if request.without is not None:
+        lost = tuple(parse_ranks(request.without, f"--without {request.without}"))
+        layouts = {spec.layout: spec.layout.without(lost) for spec in have.values()}
+        have = {name: replace(spec, layout=layouts[spec.layout]) for name, spec in have.items()}
+    topology = None if request.topology is None else Topology.load(request.topology)
+    return make(have, want, memory=request.memory, topology=topology), notes
 
 
 def _tensor(request: Request) -> Sides:
-    from reshard.cli.parsing import parse_shape, parse_side
     from reshard.layout.spec import TensorSpec
 
     for option in ("from_rules", "to_rules", "from_fsdp", "to_fsdp", "replicate"):
@@ -156,14 +178,6 @@ def _tensor(request: Request) -> Sides:
 
 
 def _model(request: Request) -> Sides:
-    from reshard.cli.parsing import (
-        ModelSide,
-        model_config,
-        model_specs,
-        parse_model_mesh,
-        replicated,
-    )
-
     config = model_config(request.model or "")
     from_mesh = parse_model_mesh(request.have, "--from")
     to_mesh = parse_model_mesh(request.want, "--to")
@@ -178,54 +192,10 @@ def _model(request: Request) -> Sides:
     return have, want, [*about_have, *about_want]
 
 
-def _without(specs: dict[str, TensorSpec], ranks: str | None) -> dict[str, TensorSpec]:
-    from reshard.cli.parsing import parse_lost
-
-    if ranks is None:
-        return specs
-    lost = parse_lost(ranks)
-    layouts = {spec.layout: spec.layout.without(lost) for spec in specs.values()}
-    return {name: replace(spec, layout=layouts[spec.layout]) for name, spec in specs.items()}
-
-
-def _topology(path: str | None) -> Topology | None:
-    from reshard.planning.cost.topology import Topology
-
-    return None if path is None else Topology.load(path)
-
-
-def _check_rank(move: Plan, rank: int | None) -> None:
-    from reshard.layout.mesh import format_ranks
-
-    if rank is not None and rank not in move.ranks:
-        raise PlanError(
-            f"rank {rank} has no part in this plan: its ranks are {format_ranks(move.ranks)}"
-        )
-
-
-def _prove(move: Plan) -> str | None:
-    """Why the plan does not hold; None if it does."""
-    try:
-        move.check()
-    except ProofError as error:
-        return f"does not hold: {error}"
-    return None
-
-
-def _save(move: Plan, path: str) -> None:
-    from reshard.cli.output import say_written
-
-    move.save(path)
-    say_written(path)
-
-
 def _write_page(
     move: Plan, path: str, request: Request, notes: Sequence[str], reports: Sequence[str]
 ) -> None:
     """Write the page, with what was typed and what runs measured."""
-    import shlex
-
-    from reshard.cli.output import say_written
     from reshard.show.page import render
     from reshard.show.page.document import Footer
     from reshard.show.run_report import RunReport
@@ -248,10 +218,9 @@ def _write_page(
 
 
 def _print(move: Plan, rank: int | None, notes: Sequence[str]) -> None:
-    from reshard.cli.output import fitted, print_lines, terminal_width
     from reshard.show.ink import Span
-    from reshard.show.matrix import draw, traffic_matrix
     from reshard.show.plan_text import describe
+    from reshard.show.traffic import draw, traffic_matrix
 
     if rank is not None:
         print(fitted("\n".join(_rank_lines(move.for_rank(rank)))))
@@ -272,37 +241,24 @@ def _print(move: Plan, rank: int | None, notes: Sequence[str]) -> None:
 
 def _rank_lines(mine: RankPlan) -> list[str]:
     """What a rank sends, receives and copies, each with its first steps."""
-    from reshard.text import format_bytes
-
     lines = []
-    kinds = (("sends", mine.sends), ("receives", mine.receives), ("copies", mine.copies))
-    for verb, steps in kinds:
+    kinds = {"sends": mine.sends, "receives": mine.receives, "copies": mine.copies}
+    for verb, steps in kinds.items():
         lines.append(f"rank {mine.rank} {verb} {format_bytes(steps.num_bytes)}")
-        lines += [f"  {line}" for line in _step_lines(verb, steps)]
+        rows = [("round", "tensor", "box", "with", "bytes")]
+        shown = list(islice(iter(steps), MAX_STEPS + 1))
+        for step in shown[:MAX_STEPS]:
+            peers = {"sends": f"to {step.destination}", "receives": f"from {step.source}"}
+            what = str(step.round), shorten(step.name, 60), str(step.box)
+            rows.append((*what, peers.get(verb, ""), format_bytes(step.num_bytes)))
+        lines += [f"  {line}" for line in align(rows, right={0, 4}) if shown]
+        lines += ["  and more; --json lists all"] if len(shown) > MAX_STEPS else []
     return lines
 
 
-def _step_lines(verb: str, steps: Steps) -> list[str]:
-    from itertools import islice
-
-    from reshard.text import align, format_bytes, shorten
-
-    shown = list(islice(iter(steps), MAX_STEPS + 1))
-    if not shown:
-        return []
-    rows = [("round", "tensor", "box", "with", "bytes")]
-    for step in shown[:MAX_STEPS]:
-        peer = {"sends": f"to {step.destination}", "receives": f"from {step.source}"}.get(verb, "")
-        size = format_bytes(step.num_bytes)
-        rows.append((str(step.round), shorten(step.name, 60), str(step.box), peer, size))
-    more = ["and more; --json lists all"] if len(shown) > MAX_STEPS else []
-    return align(rows, right={0, 4}) + more
-
-
 def _print_json(move: Plan, rank: int | None, failure: str | None, notes: Sequence[str]) -> None:
-    from reshard.cli.output import print_json
-    from reshard.show.matrix import traffic_matrix
     from reshard.show.plan_text import reasons
+    from reshard.show.traffic import traffic_matrix
 
     matrix = traffic_matrix(move)
     data: dict[str, Any] = {
@@ -322,21 +278,19 @@ def _print_json(move: Plan, rank: int | None, failure: str | None, notes: Sequen
     if rank is not None:
         mine = move.for_rank(rank)
         kinds = {"sends": mine.sends, "receives": mine.receives, "copies": mine.copies}
-        data["rank"] = {"rank": rank, **{kind: _steps(steps) for kind, steps in kinds.items()}}
+        data["rank"] = {"rank": rank}
+        for kind, steps in kinds.items():
+            data["rank"][kind] = [
+                {
+                    "round": step.round,
+                    "name": step.name,
+                    "start": list(step.box.start),
+                    "stop": list(step.box.stop),
+                    "source": step.source,
+                    "destination": step.destination,
+                    "bytes": step.num_bytes,
+                    "hop": step.hop,
+                }
+                for step in steps
+            ]
     print_json("plan", data)
-
-
-def _steps(steps: Sequence[Step]) -> list[dict[str, Any]]:
-    return [
-        {
-            "round": step.round,
-            "name": step.name,
-            "start": list(step.box.start),
-            "stop": list(step.box.stop),
-            "source": step.source,
-            "destination": step.destination,
-            "bytes": step.num_bytes,
-            "hop": step.hop,
-        }
-        for step in steps
-    ]

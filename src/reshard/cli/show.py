@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from reshard.cli.options import MODELS
+from reshard.cli.options import MODELS, model_config, parse_shape
+from reshard.cli.output import fitted, print_json, print_lines, terminal_width, wants_boxes
 from reshard.errors import ArgumentError, LayoutError
+from reshard.text import align, and_more, format_shape, quoted
 
 if TYPE_CHECKING:
     from reshard.layout.layout import Layout
@@ -43,8 +45,9 @@ def show(
     reshard show --model llama-3-8b --mesh tp=4   all layouts, by the rules
     reshard show --model llama-3-8b --mesh tp=4 lm_head.weight
     """
-    from reshard.cli.parsing import parse_shape
     from reshard.layout.mesh import Mesh
+    from reshard.show.ink import Span
+    from reshard.show.terminal import draw, pieces_table
 
     if model is not None:
         if mesh is None:
@@ -63,8 +66,11 @@ def show(
         cut.mesh.coords(rank)
     if as_json:
         _print_json(cut, sizes, rank)
+    elif rank is None:
+        print_lines(draw(cut, sizes, width=terminal_width(), unicode=wants_boxes()))
     else:
-        _print(cut, sizes, rank)
+        text = fitted("\n".join(pieces_table(cut, rank, sizes)))
+        print_lines([[Span(line)] for line in text.splitlines()])
 
 
 def _layout(text: str, mesh: str | None) -> Layout:
@@ -82,10 +88,7 @@ def _of_model(
     model: str, tensor: str | None, mesh: Mesh, as_json: bool
 ) -> tuple[Layout, tuple[int, ...]] | None:
     """The layout and the shape of one tensor of a model; prints all layouts where none is named."""
-    from reshard.cli.output import fitted, print_json
-    from reshard.cli.parsing import model_config
     from reshard.rules import Rules, models
-    from reshard.text import align, and_more, format_shape, quoted
 
     config = model_config(model)
     shapes = {name: shape for name, (shape, _) in models.tensors(config).items()}
@@ -112,21 +115,8 @@ def _of_model(
     return None
 
 
-def _print(layout: Layout, shape: tuple[int, ...], rank: int | None) -> None:
-    from reshard.cli.output import fitted, print_lines, terminal_width, wants_boxes
-    from reshard.show.ink import Span
-    from reshard.show.terminal import draw, pieces_table
-
-    if rank is None:
-        print_lines(draw(layout, shape, width=terminal_width(), unicode=wants_boxes()))
-    else:
-        text = fitted("\n".join(pieces_table(layout, rank, shape)))
-        print_lines([[Span(line)] for line in text.splitlines()])
-
-
 def _print_json(layout: Layout, shape: tuple[int, ...], rank: int | None) -> None:
-    from reshard.cli.output import print_json
-    from reshard.show.picture import num_boxes
+    from reshard.show.holdings import num_boxes
 
     ranks = layout.ranks if rank is None else [rank]
     pieces = num_boxes(layout, shape)
@@ -135,28 +125,18 @@ def _print_json(layout: Layout, shape: tuple[int, ...], rank: int | None) -> Non
             f'layout "{layout}" has {pieces} boxes for shape {shape}, and at most {MAX_PIECES} '
             "are listed: ask for one rank with --rank"
         )
-    print_json(
-        "show",
-        {
-            **layout.to_dict(),
-            "shape": list(shape),
-            "ranks": [_held(layout, one, shape) for one in ranks],
-        },
-    )
-
-
-def _held(layout: Layout, rank: int, shape: tuple[int, ...]) -> dict[str, Any]:
-    return {
-        "rank": rank,
-        "coords": layout.mesh.coords(rank),
-        "local_shape": list(layout.local_shape(rank, shape)),
-        "pieces": [
+    held = []
+    for one in ranks:
+        boxes = [
             {
                 "start": list(piece.box.start),
                 "stop": list(piece.box.stop),
                 "offset": piece.offset,
                 "strides": list(piece.strides),
             }
-            for piece in layout.pieces(rank, shape)
-        ],
-    }
+            for piece in layout.pieces(one, shape)
+        ]
+        local = list(layout.local_shape(one, shape))
+        coords = layout.mesh.coords(one)
+        held.append({"rank": one, "coords": coords, "local_shape": local, "pieces": boxes})
+    print_json("show", {**layout.to_dict(), "shape": list(shape), "ranks": held})

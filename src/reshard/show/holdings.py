@@ -1,6 +1,18 @@
-"""What each rank holds, as rows of a table; ranks that hold the same share a row.
+"""Who holds what of a tensor: as cells of a picture, and as rows of a table.
+
+A picture is of at most two sharded dims. Its cells end where any box of the layout ends. Where that
+would be more cells than can be drawn, neighbours are merged: such a cell has several parts, on
+different ranks. In the table, ranks that hold the same share a row.
 
 >>> from reshard.layout.mesh import Mesh
+>>> picture = picture_of(Layout(Mesh(dp=2, tp=2), "dp tp"), (8, 6), most=(4, 4))
+>>> picture.rows, picture.columns
+((0, 4, 8), (0, 3, 6))
+>>> [[str(cell) for cell in row] for row in picture.cells]
+[['0', '1'], ['2', '3']]
+>>> merged = picture_of(Layout(Mesh(dp=64), "dp"), (1024,), most=(1, 4))
+>>> [str(cell) for cell in merged.cells[0]]
+['0..15', '16..31', '32..47', '48..63']
 >>> for row in holdings(Layout(Mesh(dp=2, tp=2), "tp -"), (8, 6)).rows:
 ...     print(row.ranks, row.coords, row.local_shape, row.text)
 (0, 2) {'tp': 0} (4, 6) [0:4, 0:6]
@@ -9,19 +21,176 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
 
+from reshard.layout.boxlist import Listed, listed_of
 from reshard.layout.grid import Grid, Ints, grids_of
 from reshard.layout.layout import BoxLayout, Layout
+from reshard.layout.mesh import format_ranks
 
-__all__ = ["Holding", "Holdings", "holdings"]
+__all__ = [
+    "Cell", "Holding", "Holdings", "Picture", "holdings", "num_boxes", "picture_of",
+    "two_dims",
+]  # fmt: skip
 
+MAX_BOXES = 200_000
+"""More boxes than this are not worth listing for a drawing."""
 MAX_RUNS = 3
 """Runs of a dim, or boxes, that a text lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A region of the drawing and the ranks that hold it."""
+
+    ranks: tuple[int, ...]
+    """All that hold any part of it, in rising order."""
+    num_parts: int = 1
+    """1 where every rank holds all of it; more where neighbours were merged."""
+    whole: bool = True
+    """False where no rank holds some of it."""
+
+    def text(self, most: int) -> str:
+        """The ranks in at most so many characters, if that is possible.
+
+        >>> Cell((0, 4, 8, 12)).text(8), Cell((0, 4, 8, 12)).text(5), Cell(()).text(9)
+        ('0,4,8,12', '0+3', 'none')
+        """
+        if not self.ranks:
+            return "none" if most >= 6 else "?"
+        first, last, more = self.ranks[0], self.ranks[-1], len(self.ranks) - 1
+        if self.num_parts > 1 and more:
+            return f"{first}..{last}" if len(f"{first}..{last}") <= most else f"{first}.."
+        full = format_ranks(self.ranks)
+        return full if len(full) <= most else f"{first}+{more}"
+
+    def __str__(self) -> str:
+        return self.text(1000)
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Cells in rows and columns, and where these begin and end in the tensor."""
+
+    shape: tuple[int, ...]
+    """The sizes of the dims that are drawn, one or two."""
+    rows: tuple[int, ...]
+    """The edges of the rows; (0, 1) for a 1-d tensor."""
+    columns: tuple[int, ...]
+    cells: tuple[tuple[Cell, ...], ...]
+    dims: tuple[int, ...]
+    """Which dims of the tensor are drawn; no other is sharded."""
+    ndim: int
+    """How many dims the tensor has."""
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether a cell stands for parts on different ranks."""
+        return any(cell.num_parts > 1 for row in self.cells for cell in row)
+
+    def holders(self) -> list[tuple[int, ...]]:
+        """The different sets of ranks, in rising order: what is drawn in the same colour."""
+        return sorted({cell.ranks for row in self.cells for cell in row if cell.ranks})
+
+
+def picture_of(
+    layout: Layout,
+    shape: Sequence[int],
+    most: tuple[int, int],
+    dims: tuple[int, ...] | None = None,
+) -> Picture | None:
+    """Draw a layout with at most so many rows and columns.
+
+    Of a tensor with more than two dims, ``dims`` says which are drawn: all that are sharded. None
+    where there is nothing to draw: more dims than two, no elements, or far too many boxes.
+    """
+    whole = tuple(shape)
+    layout.dims(whole)
+    dims = tuple(range(len(whole))) if dims is None else dims
+    if len(dims) not in (1, 2) or not prod(whole) or num_boxes(layout, whole) > MAX_BOXES:
+        return None
+    listed, shape = listed_of(layout, whole), tuple(whole[dim] for dim in dims)
+    starts, stops = (side[:, list(dims)] for side in (listed.starts, listed.stops))
+    if len(dims) == 1:
+        flat = np.zeros_like(starts)
+        starts, stops = np.hstack([flat, starts]), np.hstack([flat + 1, stops])
+    listed = replace(listed, starts=starts, stops=stops)
+    lengths = shape if len(shape) == 2 else (1, *shape)
+    rows, columns = (_edges(listed, dim, lengths[dim], most[dim]) for dim in (0, 1))
+    cells = tuple(
+        tuple(_cell(listed, rows[i : i + 2], columns[j : j + 2]) for j in range(len(columns) - 1))
+        for i in range(len(rows) - 1)
+    )
+    kept_rows, cells = _without_repeats(rows, cells)
+    kept_columns, turned = _without_repeats(columns, tuple(zip(*cells, strict=True)))
+    kept = tuple(zip(*turned, strict=True))
+    return Picture(shape, kept_rows, kept_columns, kept, dims, len(whole))
+
+
+def _without_repeats(
+    edges: Ints, lines: tuple[tuple[Cell, ...], ...]
+) -> tuple[tuple[int, ...], tuple[tuple[Cell, ...], ...]]:
+    """Join rows, or columns, that look like the one before."""
+    kept = [i for i in range(len(lines)) if i == 0 or lines[i] != lines[i - 1]]
+    return (*(int(edges[i]) for i in kept), int(edges[-1])), tuple(lines[i] for i in kept)
+
+
+def two_dims(shape: tuple[int, ...], layouts: Sequence[Layout]) -> tuple[int, ...] | None:
+    """Which two of three or more dims to draw: those that are sharded, else the last ones.
+
+    None where there are fewer dims, where more are sharded, or where that is too much to look at.
+
+    >>> from reshard.layout.mesh import Mesh
+    >>> two_dims((8, 6, 4), [Layout(Mesh(ep=2, tp=2), "ep - tp")])
+    (0, 2)
+    """
+    found: set[int] = set()
+    for layout in layouts:
+        if len(shape) < 3 or not prod(shape) or num_boxes(layout, shape) > MAX_BOXES:
+            return None
+        listed = listed_of(layout, shape)
+        parts = (listed.starts > 0) | (listed.stops < np.array(shape, dtype=np.int64))
+        found |= set(np.flatnonzero(parts.any(axis=0)).tolist())
+    rest = [dim for dim in reversed(range(len(shape))) if dim not in found]
+    return tuple(sorted([*found, *rest[: 2 - len(found)]])) if len(found) <= 2 else None
+
+
+def num_boxes(layout: Layout, shape: tuple[int, ...]) -> int:
+    """How many boxes listing a layout would give, at least; cheap even where that is a lot.
+
+    >>> from reshard.layout.mesh import Mesh
+    >>> num_boxes(Layout(Mesh(x=2, y=2), "x:1 y:1"), (8192, 4096))
+    33554432
+    """
+    if isinstance(layout, BoxLayout):
+        return sum(map(len, layout.boxes.values()))
+    regular = replace(layout.words, flat=(), without=())
+    grids = grids_of(Layout(layout.mesh, regular), shape)
+    if grids is None:
+        return len(layout.ranks)
+    return sum(prod(len(dim.starts) for dim in grid.dims) for grid in grids)
+
+
+def _edges(listed: Listed, dim: int, length: int, most: int) -> Ints:
+    """Where rows or columns begin and end: at the ends of boxes, or at every k-th of them."""
+    ends = [listed.starts[:, dim], listed.stops[:, dim], np.array([0, length], dtype=np.int64)]
+    edges = np.unique(np.concatenate(ends))
+    step = -(-(len(edges) - 1) // most)
+    return edges if step == 1 else np.unique(np.append(edges[::step], length))
+
+
+def _cell(listed: Listed, rows: Ints, columns: Ints) -> Cell:
+    low, high = np.array([rows[0], columns[0]]), np.array([rows[1], columns[1]])
+    sides = np.minimum(listed.stops, high) - np.maximum(listed.starts, low)
+    found = np.flatnonzero((sides > 0).all(axis=1))
+    whole = int(sides[found].prod(axis=1).sum()) == int((high - low).prod())
+    ranks = np.unique(np.concatenate([*map(listed.of, found.tolist()), np.zeros(0, np.int64)]))
+    same = len({listed.of(box).tobytes() for box in found.tolist()}) == 1
+    return Cell(tuple(map(int, ranks)), 1 if same else len(found), whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +222,15 @@ def holdings(layout: Layout, shape: Sequence[int], most: int = 16) -> Holdings:
     """Group the ranks of a layout by what they hold; describe the first groups."""
     shape = tuple(shape)
     layout.dims(shape)
-    regular = _regular(layout)
-    grids = grids_of(regular, shape)
+    # There may be tables for a layout with the ranks that it lost.
+    is_whole = isinstance(layout, BoxLayout) or not layout.words.without
+    whole = layout if is_whole else Layout(layout.mesh, replace(layout.words, without=()))
+    grids = grids_of(whole, shape)
     if grids is None:
-        groups = _listed_groups(layout, shape)
+        found: dict[object, list[int]] = {}
+        for rank in layout.ranks:
+            found.setdefault(tuple(p.box for p in layout.pieces(rank, shape)), []).append(rank)
+        groups = [tuple(sorted(ranks)) for boxes, ranks in found.items() if boxes]
     else:
         groups = _grid_groups(layout, grids)
     kept = [group for group in groups if prod(layout.local_shape(group[0], shape))]
@@ -66,15 +240,7 @@ def holdings(layout: Layout, shape: Sequence[int], most: int = 16) -> Holdings:
     return Holdings(rows, len(kept), len(holders), idle)
 
 
-def _regular(layout: Layout) -> Layout:
-    """The layout with the ranks it lost, for which there may be tables."""
-    if isinstance(layout, BoxLayout) or not layout.words.without:
-        return layout
-    return Layout(layout.mesh, replace(layout.words, without=()))
-
-
-def _grid_groups(layout: Layout, grids: Iterable[Grid]) -> list[tuple[int, ...]]:
-    grids = tuple(grids)
+def _grid_groups(layout: Layout, grids: Sequence[Grid]) -> list[tuple[int, ...]]:
     regions = np.stack([grid.region_at for grid in grids], axis=1)
     ranks = grids[0].ranks
     lost = np.array(layout.words.without, dtype=np.int64)
@@ -85,38 +251,31 @@ def _grid_groups(layout: Layout, grids: Iterable[Grid]) -> list[tuple[int, ...]]
     return [tuple(sorted(map(int, groups[i]))) for i in np.argsort(first)] if len(held) else []
 
 
-def _listed_groups(layout: Layout, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    groups: dict[object, list[int]] = {}
-    for rank in layout.ranks:
-        key = tuple(piece.box for piece in layout.pieces(rank, shape))
-        if key:
-            groups.setdefault(key, []).append(rank)
-    return [tuple(sorted(group)) for group in groups.values()]
-
-
 def _holding(
     layout: Layout, shape: tuple[int, ...], grids: Sequence[Grid] | None, ranks: tuple[int, ...]
 ) -> Holding:
     if grids is None:
-        boxes = [piece.box for piece in layout.pieces(ranks[0], shape)]
-        text = _some([str(box) for box in boxes], "boxes")
+        texts = [str(piece.box) for piece in layout.pieces(ranks[0], shape)]
     else:
         found = ((grid, grid.region_of(ranks[0])) for grid in grids)
         texts = [_region_text(grid, region) for grid, region in found if region is not None]
-        text = _some([one for one in texts if one], "boxes")
-    return Holding(ranks, _common(layout, ranks), layout.local_shape(ranks[0], shape), text)
+    coords: dict[str, int] = {}
+    if not isinstance(layout, BoxLayout):
+        places = [layout.mesh.coords(rank) for rank in ranks]
+        coords = {a: at for a, at in places[0].items() if all(at == one[a] for one in places)}
+    text = _some([text for text in texts if text], "boxes")
+    return Holding(ranks, coords, layout.local_shape(ranks[0], shape), text)
 
 
 def _region_text(grid: Grid, region: int) -> str:
     """A region as the runs it has in each dim; empty where it has no elements."""
-    parts = grid.parts_of(np.array([region]))
-    runs = [_runs(d.starts, d.stops, d.parts == p) for d, p in zip(grid.dims, parts, strict=True)]
-    return f"[{', '.join(runs)}]" if all(runs) else ""
-
-
-def _runs(starts: Ints, stops: Ints, mine: Ints) -> str:
-    pairs = zip(starts[mine][: MAX_RUNS + 1], stops[mine], strict=False)
-    return _some([f"{low}:{high}" for low, high in pairs], "runs", int(np.count_nonzero(mine)), "+")
+    texts = []
+    for dim, part in zip(grid.dims, grid.parts_of(np.array([region])), strict=True):
+        mine = dim.parts == part
+        pairs = zip(dim.starts[mine][: MAX_RUNS + 1], dim.stops[mine], strict=False)
+        runs = [f"{low}:{high}" for low, high in pairs]
+        texts.append(_some(runs, "runs", int(np.count_nonzero(mine)), "+"))
+    return f"[{', '.join(texts)}]" if all(texts) else ""
 
 
 def _some(texts: Sequence[str], what: str, count: int | None = None, between: str = " ") -> str:
@@ -129,11 +288,3 @@ def _some(texts: Sequence[str], what: str, count: int | None = None, between: st
     if count <= MAX_RUNS:
         return between.join(texts)
     return between.join([*texts[: MAX_RUNS - 1], f"...{count:,} {what}"])
-
-
-def _common(layout: Layout, ranks: tuple[int, ...]) -> dict[str, int]:
-    if isinstance(layout, BoxLayout):
-        return {}
-    first = layout.mesh.coords(ranks[0])
-    sample = [layout.mesh.coords(rank) for rank in ranks]
-    return {axis: at for axis, at in first.items() if all(at == c[axis] for c in sample)}

@@ -10,23 +10,9 @@ from __future__ import annotations
 import colorsys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TextIO, TypeAlias
+from typing import TextIO, TypeAlias
 
-if TYPE_CHECKING:
-    from rich.text import Text
-
-__all__ = [
-    "Line",
-    "Lines",
-    "Span",
-    "coloured",
-    "heat",
-    "hue",
-    "hues",
-    "plain",
-    "tone",
-    "wants_colour",
-]
+__all__ = ["Line", "Span", "coloured", "heat", "hues", "plain", "wants_colour"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +26,6 @@ class Span:
 
 
 Line: TypeAlias = Sequence[Span]
-Lines: TypeAlias = Sequence[Line]
 
 
 def plain(lines: Iterable[Line]) -> str:
@@ -51,23 +36,18 @@ def plain(lines: Iterable[Line]) -> str:
 def coloured(lines: Iterable[Line], file: TextIO, width: int) -> str:
     """The characters with the colours that a terminal can show."""
     from rich.console import Console
+    from rich.style import Style
+    from rich.text import Text
 
     console = Console(file=file, width=width, highlight=False, soft_wrap=True)
     with console.capture() as captured:
         for line in lines:
-            console.print(_rich(line))
+            text = Text()
+            for span in line:
+                front = "black" if span.background else None
+                text.append(span.text, Style(color=front, bgcolor=span.background, bold=span.bold))
+            console.print(text)
     return captured.get().rstrip("\n")
-
-
-def _rich(line: Line) -> Text:
-    from rich.style import Style
-    from rich.text import Text
-
-    text = Text()
-    for span in line:
-        front = "black" if span.background else None
-        text.append(span.text, Style(color=front, bgcolor=span.background, bold=span.bold))
-    return text
 
 
 def wants_colour(file: TextIO, environment: Mapping[str, str]) -> bool:
@@ -82,28 +62,15 @@ def wants_colour(file: TextIO, environment: Mapping[str, str]) -> bool:
     return file.isatty()
 
 
-def hue(number: int, count: int) -> int:
-    """The colour of one of so many things, in degrees; neighbours look different.
+def hues(holders: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], str]:
+    """A light background for each set of ranks; neighbours look different.
 
-    >>> [hue(i, 4) for i in range(4)]
-    [210, 300, 30, 120]
+    >>> hues([(0,), (1,)])
+    {(0,): '#94bfeb', (1,): '#ebc094'}
     """
-    return (210 + number * 360 // max(count, 1)) % 360
-
-
-def hues(holders: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
-    """A colour for each set of ranks."""
-    order = sorted(set(holders))
-    return {ranks: hue(number, len(order)) for number, ranks in enumerate(order)}
-
-
-def tone(degrees: int) -> str:
-    """A light background of a hue.
-
-    >>> tone(210)
-    '#94bfeb'
-    """
-    return _hex(*colorsys.hls_to_rgb(degrees / 360, 0.75, 0.68))
+    degrees = [(210 + at * 360 // len(holders)) % 360 for at in range(len(holders))]
+    tones = [_hex(*colorsys.hls_to_rgb(one / 360, 0.75, 0.68)) for one in degrees]
+    return dict(zip(holders, tones, strict=True))
 
 
 def heat(part: float) -> str:

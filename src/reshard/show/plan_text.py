@@ -30,7 +30,6 @@ import numpy as np
 
 from reshard.dtypes import itemsize
 from reshard.layout.grid import num_addends
-from reshard.layout.layout import Layout
 from reshard.layout.mesh import format_ranks
 from reshard.planning.classes import Stack
 from reshard.planning.cost.summary import Summary, needs_of
@@ -39,23 +38,16 @@ from reshard.show.name_patterns import named, named_pairs
 from reshard.text import align, count, format_bytes, format_shape, shorten
 
 __all__ = [
-    "StackRow",
-    "describe",
-    "figures",
-    "headline",
-    "link_imbalance",
-    "reasons",
-    "relay_imbalance",
+    "StackRow", "describe", "figures", "headline", "link_imbalance", "reasons", "relay_imbalance",
     "stack_rows",
-]
+]  # fmt: skip
 
 MAX_ROWS = 24
 """Stacks that the text lists, the largest first."""
 MAX_NAME = 64
+MAX_LAYOUT = 36
 IMBALANCE = 1.2
 """How far above the mean a rank or a link is called out of balance."""
-
-MAX_LAYOUT = 36
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +115,8 @@ def stack_rows(plan: Plan) -> list[StackRow]:
     for flow, slot in zip(plan.flows, plan.schedule.slots, strict=True):
         wire[flow.stack] = wire.get(flow.stack, 0) + needs_of(flow)[0]
         low, high = span.get(flow.stack, (slot.first, slot.first))
-        span[flow.stack] = (
-            min(low, slot.first),
-            max(high, slot.first + max(slot.num_rounds, 1) - 1),
-        )
+        last = slot.first + max(slot.num_rounds, 1) - 1
+        span[flow.stack] = min(low, slot.first), max(high, last)
     return [StackRow(stack, _num_bytes(stack), wire[stack], *span[stack]) for stack in plan.stacks]
 
 
@@ -146,7 +136,11 @@ def figures(plan: Plan) -> list[tuple[str, str]]:
         ("messages", f"{found.num_messages:,} in {count(found.num_rounds, 'round')}"),
         ("staging", f"{staging}, under a cap of {format_bytes(plan.memory)}"),
     ]
-    rows += _sources(plan)
+    if found.mean_sender_bytes:
+        senders = int(np.count_nonzero(plan.traffic.first_hand))
+        ratio = found.busiest_sender_bytes / found.mean_sender_bytes
+        busiest = f"the busiest {format_bytes(found.busiest_sender_bytes)}, {ratio:.2f} x the mean"
+        rows.append(("sources", f"{senders:,} send, {busiest}"))
     if found.copied_bytes:
         rows.append(("copied", f"{format_bytes(found.copied_bytes)} stays on its rank"))
     if found.busiest_relay_bytes:
@@ -154,7 +148,12 @@ def figures(plan: Plan) -> list[tuple[str, str]]:
         whom = "rank" if any(flow.direct for flow in plan.flows) else "destination rank"
         marks = [f"{busiest} at most by one {whom}", *relay_imbalance(found)]
         rows.append(("passed on", ", ".join(marks)))
-    return rows + _topology(plan)
+    if found.seconds is not None:
+        least = found.between_hosts_lower_bound_bytes
+        seconds = f"{found.seconds:.3g} predicted; the bottleneck is {found.bottleneck}"
+        rows.append(("between hosts", _against_least(found.between_hosts_bytes or 0, least)))
+        rows.append(("seconds", ", ".join([seconds, *link_imbalance(found)])))
+    return rows
 
 
 def relay_imbalance(found: Summary) -> list[str]:
@@ -171,24 +170,6 @@ def _imbalance(ratio: float) -> list[str]:
     return [f"OUT OF BALANCE: {ratio:.2f} x the mean"] if ratio > IMBALANCE else []
 
 
-def _sources(plan: Plan) -> Iterator[tuple[str, str]]:
-    found = plan.summary()
-    if found.mean_sender_bytes:
-        senders = int(np.count_nonzero(plan.traffic.first_hand))
-        ratio = found.busiest_sender_bytes / found.mean_sender_bytes
-        busiest = f"the busiest {format_bytes(found.busiest_sender_bytes)}, {ratio:.2f} x the mean"
-        yield "sources", f"{senders:,} send, {busiest}"
-
-
-def _topology(plan: Plan) -> list[tuple[str, str]]:
-    found = plan.summary()
-    if found.seconds is None:
-        return []
-    between = _against_least(found.between_hosts_bytes or 0, found.between_hosts_lower_bound_bytes)
-    seconds = f"{found.seconds:.3g} predicted; the bottleneck is {found.bottleneck}"
-    return [("between hosts", between), ("seconds", ", ".join([seconds, *link_imbalance(found)]))]
-
-
 def _against_least(num_bytes: int, least: int | None) -> str:
     if least is None:
         return format_bytes(num_bytes)
@@ -202,8 +183,15 @@ def _table(plan: Plan, rows: Sequence[StackRow]) -> Iterator[str]:
     """The largest stacks in the order in which they move, and how many are left out."""
     with_mesh, with_dtype = len(_meshes(plan)) > 1, len({row.dtype for row in rows}) > 1
     largest = set(sorted(range(len(rows)), key=lambda i: -rows[i].num_bytes)[:MAX_ROWS])
-    cells = [_cells(row, with_mesh) for i, row in enumerate(rows) if i in largest]
-    cells.insert(0, ("tensor", "shape", "dtype", "from", "to", "size", "wire", "round"))
+    cells: list[tuple[str, ...]]
+    cells = [("tensor", "shape", "dtype", "from", "to", "size", "wire", "round")]
+    for row in (row for i, row in enumerate(rows) if i in largest):
+        have, want = (
+            shorten(f"{one.mesh}: {one}" if with_mesh else str(one), MAX_LAYOUT)
+            for one in (row.stack.have.layout, row.stack.want.layout)
+        )
+        sizes = map(format_bytes, (row.num_bytes, row.wire_bytes))
+        cells.append((row.name, row.shape, row.dtype, have, want, *sizes, row.rounds))
     if not with_dtype:
         cells = [row[:2] + row[3:] for row in cells]
     width = len(cells[0])
@@ -215,25 +203,8 @@ def _table(plan: Plan, rows: Sequence[StackRow]) -> Iterator[str]:
         yield f"and {count(len(rest), 'smaller group')} of {count(tensors, 'tensor')}, {size}"
 
 
-def _cells(row: StackRow, with_mesh: bool) -> tuple[str, ...]:
-    return (
-        row.name,
-        row.shape,
-        row.dtype,
-        _layout(row.stack.have.layout, with_mesh),
-        _layout(row.stack.want.layout, with_mesh),
-        format_bytes(row.num_bytes),
-        format_bytes(row.wire_bytes),
-        row.rounds,
-    )
-
-
 def _meshes(plan: Plan) -> set[tuple[str, str]]:
     return {(str(stack.have.layout.mesh), str(stack.want.layout.mesh)) for stack in plan.stacks}
-
-
-def _layout(layout: Layout, with_mesh: bool) -> str:
-    return shorten(f"{layout.mesh}: {layout}" if with_mesh else str(layout), MAX_LAYOUT)
 
 
 def _change(before: str, after: str) -> str:
@@ -259,12 +230,8 @@ def _bytes(plan: Plan) -> Iterator[str]:
     figures = plan.summary()
     copied = format_bytes(figures.copied_bytes)
     if not figures.wire_bytes:
-        here = (
-            f"destinations hold all {copied} they want"
-            if figures.copied_bytes
-            else "there are no bytes"
-        )
-        yield f"Nothing travels: {here}."
+        here = f"destinations hold all {copied} they want"
+        yield f"Nothing travels: {here if figures.copied_bytes else 'there are no bytes'}."
         return
     if all(stack.have.layout.reduce for stack in plan.stacks):
         return

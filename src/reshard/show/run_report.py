@@ -33,6 +33,7 @@ MAX_LINES = 8
 """Rounds that are printed; if there are more, the slowest are."""
 
 SCHEMA = "reshard.run/2"
+EXPECTED = f'expected JSON with the schema "{SCHEMA}", as RunReport.save writes it'
 MAX_FILE = 1 << 26
 
 LEGEND = (
@@ -183,10 +184,7 @@ class RunReport:
         try:
             return _read(json.loads(text))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise FormatError(
-                f'this is no run report: expected JSON with the schema "{SCHEMA}", as '
-                "RunReport.save writes it"
-            ) from None
+            raise FormatError(f"this is no run report: {EXPECTED}") from None
 
     @staticmethod
     def load(path: str | Path) -> RunReport:
@@ -197,10 +195,7 @@ class RunReport:
         try:
             return RunReport.from_json(path.read_text(encoding="utf-8"))
         except (FormatError, UnicodeDecodeError):
-            raise FormatError(
-                f'"{path}" is no run report: expected JSON with the schema "{SCHEMA}", as '
-                "RunReport.save writes it"
-            ) from None
+            raise FormatError(f'"{path}" is no run report: {EXPECTED}') from None
 
     def to_trace(self) -> str:
         """The report as a Chrome trace, which Perfetto opens."""
@@ -251,17 +246,14 @@ class RunReport:
         if not self.rounds:
             return f"rank {self.rank} has no part in this move"
         call = f", call {self.call}" if self.call >= 0 else ""
-        amounts = (
-            (self.bytes_sent, "sent"),
-            (self.bytes_received, "received"),
-            (self.bytes_copied, "kept"),
-        )
-        moved = ", ".join(f"{format_bytes(amount)} {what}" for amount, what in amounts)
+        kinds = {"sent": self.bytes_sent, "received": self.bytes_received}
+        kinds["kept"] = self.bytes_copied
+        moved = ", ".join(f"{format_bytes(amount)} {what}" for what, amount in kinds.items())
         speed = f"{self.bytes_per_second / 1e9:.2f} GB/s"
         head = f"rank {self.rank}{call}: {moved}, in {format_seconds(self.seconds)} ({speed})"
         return "\n".join([head, "", *self._table(), "", *self._figures(), LEGEND])
 
-    def _table(self) -> Iterator[str]:
+    def _table(self) -> list[str]:
         shown = self.rounds
         if len(shown) > MAX_LINES:
             slowest = sorted(shown, key=lambda part: -part.seconds)[:MAX_LINES]
@@ -277,7 +269,7 @@ class RunReport:
         left = len(self.rounds) - len(shown)
         if left:
             lines.insert(-1, f"and {left} faster round{'s' if left > 1 else ''}")
-        yield from lines
+        return lines
 
     def _figures(self) -> list[str]:
         rows = [
@@ -335,14 +327,9 @@ def format_seconds(seconds: float) -> str:
     """
     if seconds < 0.9995e-3:
         return f"{seconds * 1e6:.0f} us"
-    if seconds < 0.9995:
-        return f"{_three_digits(seconds * 1e3)} ms"
-    return f"{_three_digits(seconds)} s"
-
-
-def _three_digits(number: float) -> str:
+    number, unit = (seconds * 1e3, "ms") if seconds < 0.9995 else (seconds, "s")
     digits = 2 if number < 9.995 else 1 if number < 99.95 else 0
-    return f"{number:.{digits}f}"
+    return f"{number:.{digits}f} {unit}"
 
 
 def _timeline(reports: Sequence[RunReport]) -> list[dict[str, Any]]:
@@ -357,23 +344,18 @@ def _timeline(reports: Sequence[RunReport]) -> list[dict[str, Any]]:
     slices = [event for report in shown for event in _slices_of(report, origin)]
     # Of slices that start together the longer is the outer one.
     slices.sort(key=lambda event: (event["ts"], -event["dur"]))
-    return [*_names(shown), *slices]
+    about = []
+    for rank in sorted({report.rank for report in shown}):
+        about.append(_about("process_name", rank, 0, name=f"rank {rank}"))
+        about.append(_about("process_sort_index", rank, 0, sort_index=rank))
+    for rank, call in sorted({(report.rank, report.call) for report in shown}):
+        name = f"call {call}" if call >= 0 else "alone"
+        about.append(_about("thread_name", rank, call + 1, name=name))
+    return [*about, *slices]
 
 
-def _names(reports: Sequence[RunReport]) -> Iterator[dict[str, Any]]:
-    for rank in sorted({report.rank for report in reports}):
-        yield _name("process_name", rank, 0, f"rank {rank}")
-        yield {**_name("process_sort_index", rank, 0, ""), "args": {"sort_index": rank}}
-    for rank, track in sorted({(report.rank, _track(report)) for report in reports}):
-        yield _name("thread_name", rank, track, f"call {track - 1}" if track else "alone")
-
-
-def _name(kind: str, rank: int, track: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": rank, "tid": track, "args": {"name": name}}
-
-
-def _track(report: RunReport) -> int:
-    return report.call + 1
+def _about(kind: str, rank: int, track: int, **what: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": rank, "tid": track, "args": what}
 
 
 def _slices_of(report: RunReport, origin: int) -> Iterator[dict[str, Any]]:
@@ -381,7 +363,7 @@ def _slices_of(report: RunReport, origin: int) -> Iterator[dict[str, Any]]:
         # Whole nanoseconds: slices that touch must not overlap by a rounding.
         low, high = (_nanoseconds(report, moment) - origin for moment in (start, end))
         times = {"ts": low / 1000, "dur": (high - low) / 1000}
-        where = {"pid": report.rank, "tid": _track(report)}
+        where = {"pid": report.rank, "tid": report.call + 1}
         return {"ph": "X", "name": name, "cat": "reshard", **times, **where, "args": details}
 
     began, ready = report.started, report.started + report.setup

@@ -1,8 +1,7 @@
 """Layouts as text: a picture where there can be one, and a table of who holds what.
 
 >>> from reshard.layout.mesh import Mesh
->>> from reshard.show.ink import plain
->>> print(plain(draw(Layout(Mesh(dp=2, tp=2), "tp"), (8,), width=30)))
+>>> print(as_text(Layout(Mesh(dp=2, tp=2), "tp"), (8,), width=30))
 tp on mesh dp=2 tp=2, shape 8: 2 parts, each on 2 ranks
 <BLANKLINE>
   0            4            8
@@ -17,21 +16,34 @@ ranks  at    local shape  holds
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.mesh import format_ranks
-from reshard.show.frame import CELL_WIDTH, frame
-from reshard.show.holdings import Holding, Holdings, holdings
-from reshard.show.ink import Line, Span, plain
-from reshard.show.picture import picture_of
+from reshard.show.holdings import Cell, Holdings, Picture, holdings, picture_of
+from reshard.show.ink import Line, Span, hues, plain
 from reshard.text import align, count, format_shape, shorten
 
-__all__ = ["as_text", "draw", "headline", "pieces_table", "table"]
+__all__ = ["as_text", "draw", "frame", "pieces_table", "table"]
 
 MAX_ROWS = 16
 """Rows of a picture and of a table."""
 MAX_PIECES = 64
+MAX_WIDTH = 76
+CELL_WIDTH = 7
+"""A column is at least so wide, so that a few ranks can be named in it."""
+MAX_LINES = 12
+"""Lines that few rows are stretched to."""
+
+_CORNERS = {
+    "": " ", "ud": "\u2502", "lr": "\u2500", "rd": "\u250c", "ld": "\u2510", "ru": "\u2514",
+    "lu": "\u2518", "rud": "\u251c", "lud": "\u2524", "lrd": "\u252c", "lru": "\u2534",
+    "lrud": "\u253c",
+}  # fmt: skip
+"""Corners of a frame by the sides (left, right, up, down) to which they have a line."""
 
 
 def draw(
@@ -41,7 +53,7 @@ def draw(
     found = holdings(layout, shape, MAX_ROWS)
     most = (MAX_ROWS, max((min(width, 80) - 10) // (CELL_WIDTH + 1), 1))
     picture = picture_of(layout, shape, most)
-    lines: list[Line] = [[Span(headline(layout, shape, found), bold=True)], []]
+    lines: list[Line] = [[Span(_headline(layout, shape, found), bold=True)], []]
     if picture is not None:
         lines += [*frame(picture, width, unicode=unicode, tall=True), []]
         if picture.is_merged:
@@ -54,7 +66,7 @@ def as_text(layout: Layout, shape: Sequence[int], width: int = 80) -> str:
     return plain(draw(layout, shape, width=width))
 
 
-def headline(layout: Layout, shape: Sequence[int], found: Holdings) -> str:
+def _headline(layout: Layout, shape: Sequence[int], found: Holdings) -> str:
     """The layout, its mesh and how often everything is held, in a sentence."""
     where = "" if isinstance(layout, BoxLayout) else f" on mesh {layout.mesh}"
     what = "no rank holds any element"
@@ -73,7 +85,11 @@ def table(found: Holdings, width: int = 80) -> list[str]:
     """The ranks, their coordinates, and what they hold."""
     if not found.rows:
         return []
-    rows = [("ranks", "at", "local shape", "holds"), *map(_row, found.rows)]
+    rows = [("ranks", "at", "local shape", "holds")]
+    for row in found.rows:
+        at = " ".join(f"{axis}={place}" for axis, place in row.coords.items())
+        ranks = shorten(format_ranks(row.ranks), 24)
+        rows.append((ranks, at, format_shape(row.local_shape), row.text))
     lines = [shorten(line, max(width, 60)) for line in align(rows)]
     if found.num_different > len(found.rows):
         lines.append(f"and {count(found.num_different - len(found.rows), 'more part')}")
@@ -82,15 +98,6 @@ def table(found: Holdings, width: int = 80) -> list[str]:
         named = shorten(format_ranks(found.idle), 40)
         lines.append(f"{count(len(found.idle), 'rank')} {verb} nothing: {named}")
     return lines
-
-
-def _row(holding: Holding) -> tuple[str, ...]:
-    return (
-        shorten(format_ranks(holding.ranks), 24),
-        " ".join(f"{axis}={at}" for axis, at in holding.coords.items()),
-        format_shape(holding.local_shape),
-        holding.text,
-    )
 
 
 def pieces_table(layout: Layout, rank: int, shape: Sequence[int]) -> list[str]:
@@ -106,10 +113,9 @@ def pieces_table(layout: Layout, rank: int, shape: Sequence[int]) -> list[str]:
     [6:8]       2  1
     """
     pieces = layout.pieces(rank, shape)
-    coords = layout.holds(rank)
     if not pieces:
         return [f"rank {rank} holds nothing of shape {format_shape(shape)} in layout {layout}"]
-    at = " ".join(f"{axis}={place}" for axis, place in (coords or {}).items())
+    at = " ".join(f"{axis}={place}" for axis, place in (layout.holds(rank) or {}).items())
     num_elements = sum(piece.box.size for piece in pieces)
     first = (
         f"rank {rank}{f' at {at}' * bool(at)} of mesh {layout.mesh} holds "
@@ -123,3 +129,130 @@ def pieces_table(layout: Layout, rank: int, shape: Sequence[int]) -> list[str]:
     ]
     more = len(pieces) - MAX_PIECES
     return [first, "", *align(rows, right={1}), *([f"and {more:,} more"] if more > 0 else [])]
+
+
+def frame(picture: Picture, width: int, *, unicode: bool = False, tall: bool = False) -> list[Line]:
+    """Draw a picture; with ``tall``, few rows are stretched so that they look like areas."""
+    is_flat = len(picture.shape) == 1
+    gutter = 2 if is_flat else max(len(str(edge)) for edge in picture.rows) + 3
+    last = len(str(picture.columns[-1])) - 1
+    room = min(width, MAX_WIDTH) - gutter - len(picture.columns) - last
+    widths = _shares(picture.columns, room, CELL_WIDTH)
+    lines = min(MAX_LINES, 4 * len(picture.cells)) if tall and not is_flat else 1
+    heights = _shares(picture.rows, lines, 1)
+    return list(_Frame(picture, widths, heights, gutter, unicode).lines())
+
+
+def _shares(edges: Sequence[int], total: int, least: int) -> list[int]:
+    """Divide a length by the sizes between edges, none less than ``least``.
+
+    >>> _shares((0, 1, 8), 20, 5), _shares((0, 1, 2, 3), 20, 5)
+    ([5, 15], [6, 6, 6])
+    """
+    sizes = [high - low for low, high in pairwise(edges)]
+    found = [max(total * size // edges[-1], least) for size in sizes]
+    while sum(found) > total and max(found) > least:
+        found[found.index(max(found))] -= 1
+    return found
+
+
+@dataclass(frozen=True)
+class _Frame:
+    picture: Picture
+    widths: Sequence[int]
+    heights: Sequence[int]
+    gutter: int
+    unicode: bool
+
+    def lines(self) -> Iterator[Line]:
+        """The indices of the columns, then borders and rows in turn."""
+        yield [Span(self._header())]
+        for row in range(len(self.heights)):
+            yield self._border(row)
+            for line in range(self.heights[row]):
+                yield self._row(row, line == (self.heights[row] - 1) // 2)
+        yield self._border(len(self.heights))
+
+    def _header(self) -> str:
+        text, at = "", self.gutter
+        for edge, width in zip(self.picture.columns, (*self.widths, 0), strict=True):
+            if len(text) < at or not text:
+                text = text.ljust(at) + str(edge)
+            at += width + 1
+        return text
+
+    def _row(self, row: int, with_labels: bool) -> Line:
+        spans = [Span(" " * self.gutter)]
+        for column, width in enumerate(self.widths):
+            text = self._labels.get((row, column)) if with_labels else None
+            label = text.text(width) if text else ""
+            spans.append(self._wall(row, column))
+            spans.append(Span(label[:width].center(width), self._colour(row, column)))
+        return [*spans, self._wall(row, len(self.widths))]
+
+    def _wall(self, row: int, column: int) -> Span:
+        if self._has_wall(row, column):
+            return Span("\u2502" if self.unicode else "|")
+        return Span(" ", self._colour(row, column))
+
+    def _border(self, row: int) -> Line:
+        index = "" if len(self.picture.shape) == 1 else str(self.picture.rows[row])
+        spans = [Span(index.rjust(self.gutter - 1) + " ")]
+        for column, width in enumerate(self.widths):
+            spans.append(Span(self._corner(row, column)))
+            if self._has_floor(row, column):
+                spans.append(Span(("\u2500" if self.unicode else "-") * width))
+            else:
+                spans.append(Span(" " * width, self._colour(row, column)))
+        return [*spans, Span(self._corner(row, len(self.widths)))]
+
+    def _corner(self, row: int, column: int) -> str:
+        sides = (
+            ("l", self._has_floor(row, column - 1)),
+            ("r", self._has_floor(row, column)),
+            ("u", self._has_wall(row - 1, column)),
+            ("d", self._has_wall(row, column)),
+        )
+        found = "".join(side for side, there in sides if there)
+        if self.unicode:
+            return _CORNERS[found]
+        return {"": " ", "ud": "|", "lr": "-"}.get(found, "+")
+
+    def _has_wall(self, row: int, column: int) -> bool:
+        """Whether there is a line on the left of a cell."""
+        inside = 0 <= row < len(self.heights)
+        return inside and self._at(row, column - 1) != self._at(row, column)
+
+    def _has_floor(self, row: int, column: int) -> bool:
+        """Whether there is a line above a cell."""
+        inside = 0 <= column < len(self.widths)
+        return inside and self._at(row - 1, column) != self._at(row, column)
+
+    def _at(self, row: int, column: int) -> Cell | None:
+        inside = 0 <= row < len(self.heights) and 0 <= column < len(self.widths)
+        return self.picture.cells[row][column] if inside else None
+
+    def _colour(self, row: int, column: int) -> str | None:
+        return self._hues.get(self.picture.cells[row][column].ranks)
+
+    @cached_property
+    def _hues(self) -> Mapping[tuple[int, ...], str]:
+        return hues(self.picture.holders())
+
+    @cached_property
+    def _labels(self) -> dict[tuple[int, int], Cell]:
+        """The cell of each region of equal neighbours that bears its label: its widest one."""
+        left = {(i, j) for i, row in enumerate(self.picture.cells) for j in range(len(row))}
+        labels = {}
+        while left:
+            cell, region, pending = self._at(*min(left)), {min(left)}, [min(left)]
+            while pending:
+                i, j = pending.pop()
+                near = {(i - 1, j), (i + 1, j), (i, j - 1), (i, j + 1)} & left - region
+                alike = {place for place in near if self._at(*place) == cell}
+                region |= alike
+                pending += alike
+            left -= region
+            i, j = max(sorted(region), key=lambda at: self.widths[at[1]] * self.heights[at[0]])
+            labels[i, j] = self.picture.cells[i][j]
+        return labels

@@ -21,28 +21,15 @@ from importlib import import_module, resources
 from typing import TYPE_CHECKING, Any
 
 from reshard.layout.mesh import format_ranks
-from reshard.show.page.colours import LOOKS, TEXTURES, palette
-from reshard.show.page.drawings import Drawing, Rect, Table, Tick
-from reshard.text import shorten
+from reshard.show.page.drawings import LOOKS, TEXTURES, Drawing, Rect, Table, Tick, palette
+from reshard.text import printable, shorten
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
 __all__ = [
-    "Card",
-    "Document",
-    "Field",
-    "Footer",
-    "Lane",
-    "LaneBar",
-    "Move",
-    "Run",
-    "Side",
-    "as_json",
-    "clean",
-    "render_fragment",
-    "render_page",
-    "render_part",
+    "Card", "Document", "Field", "Footer", "Lane", "LaneBar", "Move", "Run", "Side", "as_json",
+    "clean", "render_fragment", "render_page", "render_part",
 ]  # fmt: skip
 
 MAX_NAME = 400
@@ -172,36 +159,38 @@ class Field:
 
 def render_page(doc: Document, footer: Footer, form: Sequence[Field] = ()) -> str:
     """The page as text."""
+    from markupsafe import Markup
+
+    script = _source("page.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
         "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
-        f"form-action 'none'; script-src '{_digest(_source('page.js'))}'"
+        f"form-action 'none'; script-src 'sha256-{digest}'"
     )
     if form:
         policy += "; connect-src 'self'"
-    return _render(
-        "page.html", doc, footer, form=form, policy=policy, data=_markup(as_json(doc.data)),
-        css=_markup(_source("page.css")), js=_markup(_source("page.js")),
-    )  # fmt: skip
+    data, js = Markup(as_json(doc.data)), Markup(script)
+    return render_fragment(
+        "page.html", doc=doc, footer=footer, form=form, policy=policy, data=data, js=js
+    )
 
 
 def render_part(doc: Document, footer: Footer) -> str:
     """What changes on the page of the explorer when a field does."""
-    return _render("doc.html", doc, footer)
+    return render_fragment("doc.html", doc=doc, footer=footer)
 
 
 def render_fragment(name: str, **words: Any) -> str:
-    """A fragment for a notebook, with its own styles and no script."""
-    template = _environment().get_template(name)
-    return template.render(**_common(), css=_markup(_source("page.css")), **words)
+    """A template with the styles of the page; the cells of notebooks have no script."""
+    from markupsafe import Markup
 
-
-def _render(name: str, doc: Document, footer: Footer, **words: Any) -> str:
-    return _environment().get_template(name).render(doc=doc, footer=footer, **_common(), **words)
-
-
-def _common() -> dict[str, Any]:
-    palettes = {"light": palette(False), "dark": palette(True), "looks": LOOKS}
-    return {"palettes": palettes, "texture_paths": TEXTURES, "ranks": _ranks}
+    common = {
+        "palettes": {"light": palette(False), "dark": palette(True), "looks": LOOKS},
+        "texture_paths": TEXTURES,
+        "ranks": _ranks,
+        "css": Markup(_source("page.css")),
+    }
+    return _environment().get_template(name).render(**common, **words)
 
 
 def _ranks(rect: Rect) -> str:
@@ -222,17 +211,6 @@ def _source(name: str) -> str:
     return resources.files("reshard.show.page").joinpath(name).read_text(encoding="utf-8")
 
 
-def _markup(text: str) -> Any:
-    from markupsafe import Markup
-
-    return Markup(text)
-
-
-def _digest(script: str) -> str:
-    """How a policy names a script that may run."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
 def as_json(data: Any) -> str:
     """JSON that is safe inside an element of a page."""
     text = json.dumps(data, separators=(",", ":"))
@@ -242,12 +220,5 @@ def as_json(data: Any) -> str:
 
 
 def clean(name: str, most: int = MAX_NAME) -> str:
-    """A name as one printable line: what turns text around or hides in it becomes visible.
-
-    >>> clean("a" + chr(0x202E) + "b")
-    'a\\\\u202eb'
-    """
-    shown = shorten(name, most)
-    if shown.isprintable():
-        return shown
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
+    """A name as one printable line of bounded length."""
+    return printable(shorten(name, most))

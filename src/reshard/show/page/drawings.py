@@ -1,27 +1,36 @@
-"""Pictures and matrices as rectangles with places on a page; the template only prints them.
+"""Pictures and matrices as coloured rectangles with places on a page; templates only print them.
+
+On one page the same colour means exactly the same set of ranks. There are 16 fills, each plain or
+with one of five textures: 96 looks. A page that draws more sets leaves the rest without a colour,
+and their cells are told apart by their labels.
 
 >>> from reshard.layout.layout import Layout
 >>> from reshard.layout.mesh import Mesh
->>> from reshard.show.picture import picture_of
+>>> from reshard.show.holdings import picture_of
 >>> picture = picture_of(Layout(Mesh(tp=2), "tp -"), (8, 8), most=(4, 4))
 >>> drawing = drawing_of(picture, Colours())
 >>> [(rect.label, rect.y, rect.height, str(rect.look)) for rect in drawing.rects]
 [('0', 0.0, 120.0, 'c0'), ('1', 120.0, 120.0, 'c1')]
+>>> Look(17).fill, Look(17).texture
+(1, 1)
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from reshard.layout.mesh import format_ranks
-from reshard.show.matrix import Matrix, short_bytes
-from reshard.show.page.colours import Colours, Look
-from reshard.show.picture import Cell, Picture
+from reshard.show.holdings import Cell, Picture
+from reshard.show.traffic import Matrix, short_bytes
 from reshard.text import format_bytes, shorten
 
-__all__ = ["Drawing", "Entry", "Rect", "Table", "Tick", "drawing_of", "table_of"]
+__all__ = [
+    "FILLS", "LOOKS", "TEXTURES", "Colours", "Drawing", "Rect", "Table", "Tick", "drawing_of",
+    "palette", "table_of",
+]  # fmt: skip
 
 WIDTH = 400.0
 MAX_HEIGHT = 240.0
@@ -29,6 +38,86 @@ LETTER = 7.3
 """The width of a character on the page."""
 MAX_LABELLED = 8
 """Columns of a matrix whose cells are wide enough for numbers."""
+
+HUES = 8
+LIGHT = ((0.88, 0.075), (0.74, 0.125))
+DARK = ((0.36, 0.075), (0.50, 0.100))
+"""Lightness and chroma (OKLCH) of the two rows of fills, for a light and a dark page."""
+
+FILLS = HUES * 2
+TEXTURES = ("", "M-2,10 L10,-2 M-2,2 L2,-2 M6,10 L10,6", "M-2,-2 L10,10 M6,-2 L10,2 M-2,6 L2,10",
+            "M0,4 H8", "M4,0 V8", "M0,4 H8 M4,0 V8")  # fmt: skip
+"""Lines of a tile of 8 by 8: none, rising, falling, across, down, a grid."""
+LOOKS = FILLS * len(TEXTURES)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One of the looks of a cell: a fill and a texture."""
+
+    number: int
+
+    @property
+    def fill(self) -> int:
+        """The fill, as a number."""
+        return self.number % FILLS
+
+    @property
+    def texture(self) -> int:
+        """The texture over it; 0 is none."""
+        return self.number // FILLS
+
+    def __str__(self) -> str:
+        return f"c{self.number}"
+
+
+@dataclass(slots=True)
+class Colours:
+    """The looks that a page has given to sets of ranks so far."""
+
+    known: dict[tuple[int, ...], Look | None] = field(default_factory=dict)
+
+    def of(self, ranks: tuple[int, ...]) -> Look | None:
+        """The look of a set of ranks, always the same on a page; None where all are taken."""
+        if ranks not in self.known:
+            self.known[ranks] = Look(len(self.known)) if len(self.known) < LOOKS else None
+        return self.known[ranks]
+
+    @property
+    def num_left_out(self) -> int:
+        """Sets for which there was no look left."""
+        return max(len(self.known) - LOOKS, 0)
+
+
+def palette(dark: bool) -> list[str]:
+    """The fills in the order in which they are given away, so that neighbours look different.
+
+    >>> palette(False)[:2]
+    ['#abdfff', '#ffc4c8']
+    """
+    rows = DARK if dark else LIGHT
+    return [
+        _hex(*rows[number // HUES], 240 + 3 * number * 360 / HUES + 22.5 * (number // HUES))
+        for number in range(FILLS)
+    ]
+
+
+def _hex(lightness: float, chroma: float, degrees: float) -> str:
+    """A colour of OKLCH in sRGB; what sRGB cannot show is cut off."""
+    angle = math.radians(degrees)
+    a, b = chroma * math.cos(angle), chroma * math.sin(angle)
+    long, medium, short = (
+        (lightness + x * a + y * b) ** 3
+        for x, y in ((0.3963378, 0.2158038), (-0.1055613, -0.0638542), (-0.0894842, -1.2914855))
+    )
+    channels = (
+        4.0767417 * long - 3.3077116 * medium + 0.2309699 * short,
+        -1.2684380 * long + 2.6097574 * medium - 0.3413194 * short,
+        -0.0041961 * long - 0.7034186 * medium + 1.7076147 * short,
+    )
+    shown = (min(max(channel, 0.0), 1.0) for channel in channels)
+    gamma = (12.92 * c if c <= 0.0031308 else 1.055 * c ** (1 / 2.4) - 0.055 for c in shown)
+    return "#" + "".join(f"{round(255 * channel):02x}" for channel in gamma)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +142,7 @@ class Rect:
     def style(self) -> str:
         """The classes of the rectangle on the page."""
         fine = " fine" if min(self.width, self.height) < 8 else ""
-        if not self.ranks:
-            return f"hole{fine}"
-        return f"{self.look or 'grey'}{fine}"
+        return f"{(self.look or 'grey') if self.ranks else 'hole'}{fine}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,22 +178,16 @@ def drawing_of(picture: Picture, colours: Colours) -> Drawing:
         height = min(max(WIDTH * shape[0] / shape[1], WIDTH * 0.3), MAX_HEIGHT)
     xs = [WIDTH * edge / picture.columns[-1] for edge in picture.columns]
     ys = [height * edge / picture.rows[-1] for edge in picture.rows]
-    rects = tuple(
-        _rect(picture, (i, j, end), (xs[j], xs[end]), ys[i : i + 2], colours)
-        for i, row in enumerate(picture.cells)
-        for j, end in _runs(row)
-    )
+    rects = []
+    for i, row in enumerate(picture.cells):
+        starts = [j for j in range(len(row)) if j == 0 or row[j] != row[j - 1]]
+        for j, end in pairwise([*starts, len(row)]):  # equal neighbours are one rectangle
+            rects.append(_rect(picture, (i, j, end), (xs[j], xs[end]), ys[i : i + 2], colours))
     left = tuple(_ticks(picture.rows, ys, 16))[1:] if len(picture.shape) == 2 else ()
     top = tuple(_ticks(picture.columns, xs, 0))
     gutter = max((len(tick.text) for tick in left), default=0) * LETTER + 8
-    sizes = WIDTH, round(height, 1)
-    return Drawing(*sizes, rects, top, left, round(gutter, 1), picture.dims, picture.ndim)
-
-
-def _runs(row: Sequence[Cell]) -> Iterator[tuple[int, int]]:
-    """Where equal neighbours begin and end."""
-    starts = [j for j in range(len(row)) if j == 0 or row[j] != row[j - 1]]
-    return pairwise([*starts, len(row)])
+    sizes, dims = (WIDTH, round(height, 1)), (picture.dims, picture.ndim)
+    return Drawing(*sizes, tuple(rects), top, left, round(gutter, 1), *dims)
 
 
 def _rect(
@@ -122,32 +203,25 @@ def _rect(
     room = int((width - 6) / LETTER)
     label = cell.text(room)
     fits = len(label) <= room and height >= 13
+    low = picture.rows[row], picture.columns[column]
+    high = picture.rows[row + 1], picture.columns[end]
+    look = colours.of(cell.ranks) if cell.ranks else None
     return Rect(
-        round(across[0], 2),
-        round(down[0], 2),
-        round(width, 2),
-        round(height, 2),
-        label if fits else "",
-        _title(cell, picture, at),
-        cell.ranks,
-        (picture.rows[row], picture.columns[column]),
-        (picture.rows[row + 1], picture.columns[end]),
-        colours.of(cell.ranks) if cell.ranks else None,
+        round(across[0], 2), round(down[0], 2), round(width, 2), round(height, 2),
+        label if fits else "", _title(cell, picture, low, high), cell.ranks, low, high, look,
         cell.num_parts > 1,
-    )
+    )  # fmt: skip
 
 
-def _title(cell: Cell, picture: Picture, at: tuple[int, int, int]) -> str:
-    row, column, end = at
+def _title(cell: Cell, picture: Picture, low: tuple[int, int], high: tuple[int, int]) -> str:
     runs = [":"] * picture.ndim
-    runs[picture.dims[-1]] = f"{picture.columns[column]}:{picture.columns[end]}"
-    if len(picture.shape) == 2:
-        runs[picture.dims[0]] = f"{picture.rows[row]}:{picture.rows[row + 1]}"
+    for at, dim in enumerate(picture.dims, start=2 - len(picture.dims)):
+        runs[dim] = f"{low[at]}:{high[at]}"
     box = ", ".join(runs)
     if not cell.ranks:
         return f"[{box}] is held by no rank"
     ranks = shorten(format_ranks(cell.ranks), 60)
-    where = f"on rank{'s' if len(cell.ranks) > 1 else ''} {ranks}"
+    where = f"on rank{'s' * (len(cell.ranks) > 1)} {ranks}"
     what = f"{cell.num_parts:,} parts {where}" if cell.num_parts > 1 else where
     return f"[{box}] {what}{'' if cell.whole else ', not all of it'}"
 
@@ -223,16 +297,11 @@ def table_of(matrix: Matrix) -> Table:
             strength = round(0.2 + 0.8 * size / largest, 3) if size else 0.0
             passed = round((size - first) / size, 3) if size else 0.0
             entries.append(Entry(j * width, i * height, label, title, strength, passed))
+    top = tuple(Tick((j + 0.5) * width, text) for j, text in enumerate(matrix.destinations))
+    left = tuple(Tick((i + 0.5) * height, text) for i, text in enumerate(matrix.sources))
+    gutter = round(max(map(len, matrix.sources), default=0) * LETTER + 12, 1)
+    head = round(longest * 0.71 + 38 if slanted else 42, 1)
+    sizes = width * len(top), height * len(left)
     return Table(
-        matrix.kind,
-        width,
-        height,
-        tuple(entries),
-        tuple(Tick((j + 0.5) * width, text) for j, text in enumerate(matrix.destinations)),
-        tuple(Tick((i + 0.5) * height, text) for i, text in enumerate(matrix.sources)),
-        width * len(matrix.destinations),
-        height * len(matrix.sources),
-        round(max(map(len, matrix.sources), default=0) * LETTER + 12, 1),
-        round(longest * 0.71 + 38 if slanted else 42, 1),
-        slanted,
+        matrix.kind, width, height, tuple(entries), top, left, *sizes, gutter, head, slanted
     )

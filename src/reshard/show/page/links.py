@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from reshard.layout.columns import Ints
 from reshard.planning.cells.geometry import insert_columns
-from reshard.show.matrix import Ends
 from reshard.show.page.drawings import Drawing
+from reshard.show.traffic import Matrix
 
 if TYPE_CHECKING:
     from reshard.planning.cells.transfers import Transfers
@@ -46,18 +46,18 @@ class Link:
     """Entries of the traffic matrix, as row * columns + column."""
 
 
-def links_of(plan: Plan, stack: Stack, source: Drawing, to: Drawing, ends: Ends) -> list[Link]:
+def links_of(plan: Plan, stack: Stack, source: Drawing, to: Drawing, matrix: Matrix) -> list[Link]:
     """The links of one drawn stack, in the order of its source rectangles."""
     have, want = source.rects, to.rects
     sides = _Boxes.of(source, stack.have.shape), _Boxes.of(to, stack.want.shape)
     pairs = np.argwhere(_shared(stack.feed, *sides))
     flows = [flow for flow in plan.flows if flow.stack is stack]
-    if not ends.matrix.num_bytes.size:
+    if not matrix.num_bytes.size:
         entries: list[list[int]] = [[] for _ in pairs]
     elif _are_few(flows, len(have) + len(want)):
-        entries = _exact(plan, flows, sides, pairs, ends)
+        entries = _exact(plan, flows, sides, pairs, matrix)
     else:
-        entries = [_possible(plan, have[h].ranks, want[w].ranks, ends) for h, w in pairs.tolist()]
+        entries = [_possible(plan, have[h].ranks, want[w].ranks, matrix) for h, w in pairs.tolist()]
     return [Link(h, w, tuple(one)) for (h, w), one in zip(pairs.tolist(), entries, strict=True)]
 
 
@@ -121,15 +121,15 @@ def _are_few(flows: Sequence[Flow], num_rects: int) -> bool:
 
 
 def _exact(
-    plan: Plan, flows: Sequence[Flow], sides: tuple[_Boxes, _Boxes], pairs: Ints, ends: Ends
+    plan: Plan, flows: Sequence[Flow], sides: tuple[_Boxes, _Boxes], pairs: Ints, matrix: Matrix
 ) -> list[list[int]]:
     """The entries of each link, from the rows of the plan that carry what it covers."""
     found: list[set[int]] = [set() for _ in pairs]
-    size = ends.matrix.num_bytes.size
+    size = matrix.num_bytes.size
     for flow in flows:
         for rows in flow.everything():
             moved = rows.take(np.flatnonzero(rows.source != rows.destination))
-            entry = _numbered(plan, moved.source, moved.destination, ends)
+            entry = _numbered(plan, moved.source, moved.destination, matrix)
             keys = np.unique(moved.runs.cell * size + entry)
             cell, entry = np.divmod(keys, size)
             here, there = _covered(flow, moved, cell, sides)
@@ -151,20 +151,22 @@ def _covered(
         yield boxes.touching(low, low + np.delete(cells.width[cell], insert, axis=1))
 
 
-def _possible(plan: Plan, holders: Sequence[int], takers: Sequence[int], ends: Ends) -> list[int]:
+def _possible(
+    plan: Plan, holders: Sequence[int], takers: Sequence[int], matrix: Matrix
+) -> list[int]:
     """The entries with traffic between groups that hold a piece and groups that want it."""
     rows, columns = (
         np.unique(group[np.searchsorted(plan.world, np.array(ranks, dtype=np.int64))])
-        for group, ranks in ((ends.sources, holders), (ends.destinations, takers))
+        for group, ranks in ((matrix.row_of, holders), (matrix.column_of, takers))
     )
-    entries: Ints = (rows[:, None] * ends.matrix.num_bytes.shape[1] + columns).reshape(-1)
-    busy: list[int] = entries[ends.matrix.num_bytes.reshape(-1)[entries] > 0].tolist()
+    entries: Ints = (rows[:, None] * matrix.num_bytes.shape[1] + columns).reshape(-1)
+    busy: list[int] = entries[matrix.num_bytes.reshape(-1)[entries] > 0].tolist()
     return busy
 
 
-def _numbered(plan: Plan, sources: Ints, destinations: Ints, ends: Ends) -> Ints:
+def _numbered(plan: Plan, sources: Ints, destinations: Ints, matrix: Matrix) -> Ints:
     """The entry of the matrix to which each pair of ranks belongs."""
-    row = ends.sources[np.searchsorted(plan.world, sources)]
-    column = ends.destinations[np.searchsorted(plan.world, destinations)]
-    entry: Ints = row * ends.matrix.num_bytes.shape[1] + column
+    row = matrix.row_of[np.searchsorted(plan.world, sources)]
+    column = matrix.column_of[np.searchsorted(plan.world, destinations)]
+    entry: Ints = row * matrix.num_bytes.shape[1] + column
     return entry

@@ -10,27 +10,27 @@ the text; nothing is loaded from anywhere.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ReshardError
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.words import Cuts, Cyclic, Packed, Ragged, Units, ZigZag
-from reshard.show.matrix import traffic_matrix
-from reshard.show.page.colours import Colours
+from reshard.show.holdings import two_dims
 from reshard.show.page.document import Move, render_fragment
-from reshard.show.page.drawings import table_of
-from reshard.show.page.measured import run_of
+from reshard.show.page.drawings import Colours, table_of
 from reshard.show.page.plan_page import (
     MAX_GROUPS,
     cards_of,
     kinds_of,
     legend_of,
     moves_of,
+    run_of,
     side_of,
-    two_dims,
 )
 from reshard.show.plan_text import describe, headline, stack_rows
+from reshard.show.traffic import traffic_matrix
 from reshard.text import format_shape, shorten
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def plan_cell(plan: Plan) -> str:
     """A plan: its figures, the largest tensors before and after, the matrix; all of it as text."""
     rows, colours = stack_rows(plan), Colours()
     kinds = kinds_of(rows)
-    moves = moves_of([row for row, _ in kinds[:MAX_DRAWN]], colours)
+    moves = moves_of([kind[0] for kind in kinds[:MAX_DRAWN]], colours)
     matrix = traffic_matrix(plan, MAX_GROUPS)
     return _cell(
         headline=headline(plan, rows),
@@ -66,16 +66,15 @@ def plan_cell(plan: Plan) -> str:
 def layout_cell(layout: Layout) -> str:
     """A layout, drawn for a small shape that it shards evenly."""
     shape, colours = sample_shape(layout), Colours()
-    try:
-        dims = two_dims(shape, [layout]) if shape and len(shape) > 2 else None
-        side = None if shape is None else side_of(layout, shape, colours, dims)
-    except ReshardError:
-        side = None  # sizes that the layout gives may fit no shape that all cuts divide
+    side = None
+    if shape is not None:
+        # Sizes that the layout gives may fit no shape that all cuts divide.
+        with suppress(ReshardError):
+            side = side_of(layout, shape, colours, two_dims(shape, [layout]))
     if shape is None or side is None:
         return text_cell(f"{layout} on mesh {layout.mesh}")
-    sample = format_shape(shape)
     what = "shape" if isinstance(layout, BoxLayout) else f"on {layout.mesh}, drawn for shape"
-    move = Move(shorten(str(layout), 80), f"{what} {sample}", side)
+    move = Move(shorten(str(layout), 80), f"{what} {format_shape(shape)}", side)
     return _cell(moves=[move], legend=legend_of(colours, [move], 1, 1))
 
 

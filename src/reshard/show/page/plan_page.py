@@ -1,4 +1,4 @@
-"""A plan as one HTML page; and a plan as a file of any kind.
+"""A plan, and what a run of it measured, as one HTML page; and a plan as a file of any kind.
 
 >>> from reshard.layout.layout import Layout
 >>> from reshard.layout.mesh import Mesh
@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import FormatError
 from reshard.layout.layout import Layout
-from reshard.show.holdings import holdings
-from reshard.show.matrix import Ends, traffic_ends
+from reshard.layout.mesh import format_ranks
+from reshard.show.holdings import holdings, picture_of, two_dims
 from reshard.show.name_patterns import named_pairs
-from reshard.show.page.colours import Colours
 from reshard.show.page.document import (
     Card,
     Document,
@@ -28,14 +27,13 @@ from reshard.show.page.document import (
     Lane,
     LaneBar,
     Move,
+    Run,
     Side,
     clean,
     render_page,
 )
-from reshard.show.page.drawings import Tick, drawing_of, table_of
+from reshard.show.page.drawings import Colours, Tick, drawing_of, table_of
 from reshard.show.page.links import links_of
-from reshard.show.page.measured import check_reports, run_of
-from reshard.show.picture import picture_of, sharded_dims
 from reshard.show.plan_text import (
     StackRow,
     headline,
@@ -44,18 +42,17 @@ from reshard.show.plan_text import (
     relay_imbalance,
     stack_rows,
 )
+from reshard.show.run_report import RoundReport, RunReport, format_seconds
 from reshard.show.terminal import table
-from reshard.show.trace import to_trace
+from reshard.show.traffic import Matrix, to_trace, traffic_matrix
 from reshard.text import count, format_bytes, shorten
 
 if TYPE_CHECKING:
-    from reshard.planning.classes import Stack
     from reshard.planning.plans import Plan
-    from reshard.show.run_report import RunReport
 
 __all__ = [
-    "cards_of", "document_of", "kinds_of", "legend_of", "moves_of", "render", "save", "side_of",
-    "two_dims",
+    "cards_of", "document_of", "kinds_of", "legend_of", "moves_of", "render", "run_of", "save",
+    "side_of",
 ]  # fmt: skip
 
 KINDS = (".html", ".json", ".trace")
@@ -63,11 +60,13 @@ MAX_GROUPS = 16
 MAX_CELLS = (32, 24)
 """Rows and columns of a drawing; more are merged."""
 MAX_DRAWN = 12
-"""Stacks that are drawn; the first of them without asking."""
-MAX_OPEN = 3
+"""Kinds of stacks that are drawn; the first of them without asking."""
 MAX_LANES = 24
 MAX_LISTED = 50_000
 """Groups that are listed with their tensors."""
+MAX_ROUNDS = 32
+"""Measured rounds that are shown; if there are more, the slowest are."""
+PHASES = ("packing", "waiting", "unpacking")
 
 
 def render(
@@ -85,23 +84,25 @@ def document_of(
     plan: Plan, reports: Sequence[RunReport] = (), notes: Sequence[str] = ()
 ) -> Document:
     """All that the page of a plan shows."""
-    check_reports(reports, plan.digest)
-    rows = stack_rows(plan)
-    drawn = kinds_of(rows)
-    ends = traffic_ends(plan, MAX_GROUPS)
-    colours = Colours()
-    shown = [row for row, _ in drawn[:MAX_DRAWN]]
-    moves = moves_of(shown, colours)
+    for report in reports:
+        if report.digest != plan.digest:
+            raise FormatError(
+                f"the report of rank {report.rank} is of plan {shorten(report.digest, 40)} and "
+                f"this plan is {plan.digest}: give the reports of a run of this plan"
+            )
+    rows, colours = stack_rows(plan), Colours()
+    kinds = kinds_of(rows)
+    matrix = traffic_matrix(plan, MAX_GROUPS)
+    moves = moves_of([kind[0] for kind in kinds[:MAX_DRAWN]], colours)
     return Document(
         headline(plan, rows),
         list(cards_of(plan)),
-        _data(plan, rows, drawn, moves, ends),
+        _data(plan, rows, kinds[:MAX_DRAWN], moves, matrix),
         digest=plan.digest,
         reasons=[*reasons(plan), *notes],
         moves=moves,
-        max_open=MAX_OPEN,
-        legend=legend_of(colours, moves, len(drawn), len(rows)),
-        table=table_of(ends.matrix) if ends.matrix.num_bytes.size else None,
+        legend=legend_of(colours, moves, len(kinds), len(rows)),
+        table=table_of(matrix) if matrix.num_bytes.size else None,
         lanes=_lanes(rows, plan.num_rounds),
         scale=_scale(plan.num_rounds),
         rounds_note=f"{count(plan.num_rounds, 'round')}; a round is one exchange, in which no rank "
@@ -115,43 +116,33 @@ def document_of(
 def _data(
     plan: Plan,
     rows: Sequence[StackRow],
-    drawn: Sequence[tuple[StackRow, list[StackRow]]],
+    drawn: Sequence[Sequence[StackRow]],
     moves: Sequence[Move],
-    ends: Ends,
+    matrix: Matrix,
 ) -> dict[str, Any]:
     """What the script of the page works with."""
-    number = {id(row): at for at, (_, same) in enumerate(drawn[:MAX_DRAWN]) for row in same}
-    firsts = {id(row) for row, _ in drawn[:MAX_DRAWN]}
-    listed = _largest(rows, MAX_LISTED)
+    number = {id(row): at for at, kind in enumerate(drawn) for row in kind}
+    firsts = {id(kind[0]) for kind in drawn}
+    listed, links, groups = _largest(rows)[:MAX_LISTED], [], []
+    for kind, move in zip(drawn, moves, strict=True):
+        have, want = (side.drawing if side else None for side in (move.have, move.want))
+        found = links_of(plan, kind[0].stack, have, want, matrix) if have and want else []
+        links.append({"links": [[link.have, link.want, link.entries] for link in found]})
+    for row in listed:  # the script knows what stands where
+        layouts = (row.stack.have.layout, row.stack.want.layout)
+        groups.append([
+            _name(row), row.shape, row.dtype, *(shorten(str(layout), 80) for layout in layouts),
+            format_bytes(row.num_bytes), row.num_bytes, format_bytes(row.wire_bytes),
+            row.wire_bytes, row.rounds, number.get(id(row), -1), len(row.stack.names),
+            int(id(row) in firsts),
+        ])  # fmt: skip
     return {
-        "moves": [
-            {"links": _links(plan, row, move, ends)}
-            for (row, _), move in zip(drawn, moves, strict=False)
-        ],
-        "matrix": {"sources": ends.matrix.sources, "destinations": ends.matrix.destinations},
-        "groups": [
-            [*_group(row, number.get(id(row), -1)), int(id(row) in firsts)] for row in listed
-        ],
+        "moves": links,
+        "matrix": {"sources": matrix.sources, "destinations": matrix.destinations},
+        "groups": groups,
         "names": [[clean(name) for _, name in row.stack.names] for row in listed],
         "stored": False,
     }
-
-
-def _links(plan: Plan, row: StackRow, move: Move, ends: Ends) -> list[Any]:
-    if move.want is None or move.have.drawing is None or move.want.drawing is None:
-        return []
-    links = links_of(plan, row.stack, move.have.drawing, move.want.drawing, ends)
-    return [[link.have, link.want, link.entries] for link in links]
-
-
-def _group(row: StackRow, move: int) -> list[Any]:
-    """A row of the list; the script knows what stands where."""
-    have, want = row.stack.have.layout, row.stack.want.layout
-    return [
-        _name(row), row.shape, row.dtype, shorten(str(have), 80), shorten(str(want), 80),
-        format_bytes(row.num_bytes), row.num_bytes, format_bytes(row.wire_bytes), row.wire_bytes,
-        row.rounds, move, len(row.stack.names),
-    ]  # fmt: skip
 
 
 def _name(row: StackRow) -> str:
@@ -159,19 +150,19 @@ def _name(row: StackRow) -> str:
     return named_pairs([(clean(have), clean(want)) for have, want in row.stack.names])
 
 
-def _largest(rows: Sequence[StackRow], most: int) -> list[StackRow]:
-    """The stacks with the most bytes, the largest first."""
-    return sorted(rows, key=lambda row: -row.num_bytes)[:most]
+def _largest(rows: Sequence[StackRow]) -> list[StackRow]:
+    """The stacks, those with the most bytes first."""
+    return sorted(rows, key=lambda row: -row.num_bytes)
 
 
-def kinds_of(rows: Sequence[StackRow]) -> list[tuple[StackRow, list[StackRow]]]:
-    """The largest stack of each kind, and all that differ from it only in where they are."""
+def kinds_of(rows: Sequence[StackRow]) -> list[list[StackRow]]:
+    """Stacks that differ only in where they are; of each kind, and of all kinds, largest first."""
     kinds: dict[object, list[StackRow]] = {}
-    for row in _largest(rows, len(rows)):
+    for row in _largest(rows):
         sides = (row.stack.have, row.stack.want)
         key = tuple((s.shape, str(s.layout).partition("|")[0]) for s in sides)
         kinds.setdefault(key, []).append(row)
-    return [(same[0], same) for same in kinds.values()]
+    return list(kinds.values())
 
 
 def legend_of(colours: Colours, moves: Sequence[Move], num_kinds: int, num_rows: int) -> str:
@@ -193,9 +184,7 @@ def legend_of(colours: Colours, moves: Sequence[Move], num_kinds: int, num_rows:
 def cards_of(plan: Plan) -> Iterator[Card]:
     """The large figures of a plan."""
     found = plan.summary()
-    least = "the least possible"
-    if found.wire_bytes != found.lower_bound_bytes:
-        least = f"{format_bytes(found.lower_bound_bytes)} at least"
+    least = _at_least(found.wire_bytes, found.lower_bound_bytes)
     yield Card("On the wire", format_bytes(found.wire_bytes), least)
     yield Card("Messages", f"{found.num_messages:,}", f"in {count(found.num_rounds, 'round')}")
     part = min(found.peak_bytes / plan.memory, 1.0) if plan.memory else None
@@ -209,52 +198,32 @@ def cards_of(plan: Plan) -> Iterator[Card]:
         yield Card("Passed on by a rank", relayed, ", ".join(["at most", *marks]), bad=bool(marks))
     if found.copied_bytes:
         yield Card("Stays on its rank", format_bytes(found.copied_bytes), "copied in place")
-    yield from _host_cards(plan)
+    if found.seconds is not None and found.between_hosts_bytes is not None:
+        least = _at_least(found.between_hosts_bytes, found.between_hosts_lower_bound_bytes)
+        yield Card("Between hosts", format_bytes(found.between_hosts_bytes), least)
+        marks = link_imbalance(found)
+        note = ", ".join([f"bottleneck: {found.bottleneck}", *marks])
+        yield Card("Predicted", f"{found.seconds:.3g} s", note, bad=bool(marks))
 
 
-def _host_cards(plan: Plan) -> Iterator[Card]:
-    found = plan.summary()
-    if found.seconds is None or found.between_hosts_bytes is None:
-        return
-    least, note = found.between_hosts_lower_bound_bytes, ""
-    if least is not None:
-        is_least = found.between_hosts_bytes == least
-        note = "the least possible" if is_least else f"{format_bytes(least)} at least"
-    yield Card("Between hosts", format_bytes(found.between_hosts_bytes), note)
-    marks = link_imbalance(found)
-    note = ", ".join([f"bottleneck: {found.bottleneck}", *marks])
-    yield Card("Predicted", f"{found.seconds:.3g} s", note, bad=bool(marks))
+def _at_least(num_bytes: int, least: int | None) -> str:
+    if least is None:
+        return ""
+    return "the least possible" if num_bytes == least else f"{format_bytes(least)} at least"
 
 
 def moves_of(rows: Sequence[StackRow], colours: Colours) -> list[Move]:
     """Both sides of some stacks, with one colour for each set of ranks."""
     moves = []
     for row in rows:
-        sides, dims = (row.stack.have, row.stack.want), _drawn_dims(row.stack)
+        stack, dims = row.stack, None
+        if stack.have.shape == stack.want.shape and not stack.feed.moves:
+            dims = two_dims(stack.have.shape, (stack.have.layout, stack.want.layout))
+        sides = (stack.have, stack.want)
         have, want = (side_of(side.layout, side.shape, colours, dims) for side in sides)
         note = f"{row.shape} {row.dtype}, {format_bytes(row.num_bytes)}"
         moves.append(Move(_name(row), note, have, want))
     return moves
-
-
-def _drawn_dims(stack: Stack) -> tuple[int, ...] | None:
-    """The dims to draw of a tensor with more than two, where both sides shard at most two."""
-    shapes = stack.have.shape, stack.want.shape
-    if len(shapes[0]) < 3 or shapes[0] != shapes[1] or stack.feed.moves:
-        return None
-    return two_dims(shapes[0], (stack.have.layout, stack.want.layout))
-
-
-def two_dims(shape: tuple[int, ...], layouts: Sequence[Layout]) -> tuple[int, ...] | None:
-    """The two dims that layouts shard, and the last ones where they shard fewer."""
-    found: set[int] = set()
-    for layout in layouts:
-        sharded = sharded_dims(layout, shape)
-        if sharded is None:
-            return None
-        found |= sharded
-    rest = [dim for dim in reversed(range(len(shape))) if dim not in found]
-    return tuple(sorted([*found, *rest[: 2 - len(found)]])) if len(found) <= 2 else None
 
 
 def side_of(
@@ -295,6 +264,62 @@ def _scale(num_rounds: int) -> list[Tick]:
         Tick(round(100 * edge / max(num_rounds, 1), 3), f"{edge:,}")
         for edge in (*edges, num_rounds)
     ]
+
+
+def run_of(reports: Sequence[RunReport]) -> Run | None:
+    """What was measured; None where there are no reports."""
+    if not reports:
+        return None
+    rounds: dict[int, tuple[int, RoundReport]] = {}
+    for report in reports:  # every round on the rank that took longest for it
+        for part in report.rounds:
+            if part.round not in rounds or part.seconds > rounds[part.round][1].seconds:
+                rounds[part.round] = report.rank, part
+    longest = max((part.seconds for _, part in rounds.values()), default=0.0)
+    shown = sorted(rounds.values(), key=lambda pair: -pair[1].seconds)[:MAX_ROUNDS]
+    lanes = [_lane(*pair, longest) for pair in sorted(shown, key=lambda pair: pair[1].round)]
+    ranks = sorted({report.rank for report in reports})
+    note = f"Reports of rank{'s' * (len(ranks) > 1)} {shorten(format_ranks(ranks), 60)}."
+    if len(rounds) > len(shown):
+        note += f" The {len(shown)} slowest of {len(rounds):,} rounds."
+    scale = [Tick(0, "0"), Tick(100, format_seconds(longest))] if longest else []
+    return Run(list(_run_cards(reports)), lanes, scale, note)
+
+
+def _run_cards(reports: Sequence[RunReport]) -> Iterator[Card]:
+    slowest = max(reports, key=lambda report: report.seconds)
+    yield Card(
+        "Measured",
+        format_seconds(slowest.seconds),
+        f"on rank {slowest.rank}" + f", the slowest of {len(reports)}" * (len(reports) > 1),
+    )
+    before = slowest.setup + slowest.handshake
+    parts = f"setup {format_seconds(slowest.setup)}, handshake {format_seconds(slowest.handshake)}"
+    yield Card("Before the first round", format_seconds(before), parts)
+    sent = sum(report.bytes_sent for report in reports)
+    rate = max(report.bytes_per_second for report in reports)
+    yield Card("Sent", format_bytes(sent), f"by {count(len(reports), 'rank')} with a report")
+    yield Card("Fastest rank", f"{rate / 1e9:.2f} GB/s", "sent or received, and kept")
+    waited = max(reports, key=lambda report: report.waiting)
+    yield Card("Longest wait", format_seconds(waited.waiting), f"on rank {waited.rank}")
+    peak = max(report.peak_staging for report in reports)
+    yield Card("Staged", format_bytes(peak), "at most on a rank")
+
+
+def _lane(rank: int, part: RoundReport, longest: float) -> Lane:
+    bars, at = [], 0.0
+    spent = [(phase, getattr(part, phase)) for phase in PHASES]
+    spent.append(("rest", max(part.seconds - sum(seconds for _, seconds in spent), 0.0)))
+    for kind, seconds in spent:
+        width = round(100 * seconds / longest, 2) if longest else 0.0
+        width = min(width, round(100 - at, 2))
+        if width > 0:
+            bars.append(LaneBar(round(at, 2), width, kind))
+        at += width
+    moved = format_bytes(max(part.bytes_sent, part.bytes_received))
+    return Lane(
+        f"round {part.round}", bars, f"{format_seconds(part.seconds)} on rank {rank}, {moved}"
+    )
 
 
 def save(plan: Plan, path: str | Path, *, reports: Sequence[RunReport] = ()) -> None:

@@ -1,17 +1,16 @@
-"""The command and its options."""
+"""``reshard explore``: the page of a plan with fields, served to browsers of this machine."""
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from reshard.cli.options import MODELS
-
-if TYPE_CHECKING:
-    from reshard.cli.explore.server import Server
+from reshard.cli.options import MODELS, parse_model_mesh, parse_side
+from reshard.cli.output import print_json
+from reshard.errors import PlanError
 
 __all__ = ["explore"]
 
@@ -43,9 +42,7 @@ def explore(port: int | None, no_browser: bool, as_json: bool, **words: Any) -> 
     reshard explore --shape 8192,4096 --from "dp=8: dp -" --to "tp=2 @ 8-9: - tp"
     reshard explore --model llama-3-8b --from tp=8 --to "tp=2 @ 8-9"
     """
-    from reshard.cli.explore.answers import answer_of
-    from reshard.cli.explore.server import Server
-    from reshard.errors import PlanError
+    from reshard.cli.explore_server import Server, answer_of
 
     values = _tensor_values(**words) if words["model"] is None else _model_values(**words)
     errors = answer_of(values).errors  # the first page must be one; and this loads all it needs
@@ -58,8 +55,14 @@ def explore(port: int | None, no_browser: bool, as_json: bool, **words: Any) -> 
             f"cannot listen on port {port}: {error.strerror}; leave out --port for a free one"
         ) from None
     with server:
-        _say_where(server, as_json)
-        if not no_browser and _has_screen():
+        if as_json:
+            print_json("explore", {"url": server.url, "port": server.server_port})
+        else:
+            print(f"exploring at {server.url} until Ctrl-C")
+        sys.stdout.flush()  # a pipe would keep it until the end
+        # Where there is no screen, a browser would take over this terminal.
+        displays = map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY"))
+        if not no_browser and (sys.platform == "darwin" or any(displays)):
             import webbrowser
 
             webbrowser.open(server.url)
@@ -67,20 +70,9 @@ def explore(port: int | None, no_browser: bool, as_json: bool, **words: Any) -> 
     return 0
 
 
-def _say_where(server: Server, as_json: bool) -> None:
-    if as_json:
-        from reshard.cli.output import print_json
-
-        print_json("explore", {"url": server.url, "port": server.server_port})
-    else:
-        print(f"exploring at {server.url} until Ctrl-C")
-    sys.stdout.flush()  # a pipe would keep it until the end
-
-
 def _tensor_values(have: str | None, want: str | None, **given: Any) -> dict[str, str]:
     """The fields of one tensor, as far as options name them."""
-    from reshard.cli.explore.answers import DEFAULTS
-    from reshard.cli.parsing import parse_side
+    from reshard.cli.explore_server import DEFAULTS
 
     for option in ("from_fsdp", "to_fsdp", "replicate"):
         if given[option]:
@@ -95,8 +87,7 @@ def _tensor_values(have: str | None, want: str | None, **given: Any) -> dict[str
 
 def _model_values(have: str | None, want: str | None, **given: Any) -> dict[str, str]:
     """The fields of a model, as far as options name them."""
-    from reshard.cli.explore.answers import MODEL_DEFAULTS
-    from reshard.cli.parsing import parse_model_mesh
+    from reshard.cli.explore_server import MODEL_DEFAULTS
 
     if given["shape"]:
         raise click.UsageError("give --shape (one tensor) or --model (a whole model), not both")
@@ -106,8 +97,3 @@ def _model_values(have: str | None, want: str | None, **given: Any) -> dict[str,
     given |= {"have_fsdp": given["from_fsdp"], "want_fsdp": given["to_fsdp"]}
     given["replicate"] = " ".join(given["replicate"])
     return {name: given.get(name) or value for name, value in MODEL_DEFAULTS.items()}
-
-
-def _has_screen() -> bool:
-    """Whether a browser would open a window, and not take over this terminal."""
-    return sys.platform == "darwin" or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))

@@ -1,0 +1,390 @@
+"""The fields and the server of ``reshard explore``: HTTP on the loopback address.
+
+Fields are texts in, a plan as a document out, or what is wrong with a field:
+
+>>> answer = answer_of({**DEFAULTS, "shape": "8,x", "have_layout": "dp dp"})
+>>> for field, text in answer.errors.items():
+...     print(field, "|", text)
+shape | "x" in shape "8,x" is not a size: expected numbers such as 8192,4096
+have_layout | layout "dp dp": axis "dp" appears twice: an axis has one place in a layout
+
+Other pages that a browser has open, and other programs of the machine, can reach the server, so a
+request is not trusted. Its ``Host`` and ``Origin`` must be this server's, which keeps out pages
+whose name was made to resolve to this machine (DNS rebinding); what it sends is short JSON; and its
+work is done in a process of its own, with limits on CPU seconds, memory and time, of which there
+are few.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shlex
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from socketserver import ForkingMixIn, TCPServer
+from typing import Any, NoReturn, TypeVar
+
+from reshard.cli.options import ModelSide, model_specs, parse_shape, replicated
+from reshard.dtypes import canonical_dtype
+from reshard.errors import LayoutError, MeshError, ReshardError
+from reshard.layout.layout import Layout
+from reshard.layout.mesh import Mesh
+from reshard.layout.spec import TensorSpec
+from reshard.planning.plans import plan
+from reshard.rules.models import preset
+from reshard.show.holdings import num_boxes
+from reshard.show.page.document import Document, Field, Footer, as_json, render_page, render_part
+from reshard.show.page.plan_page import document_of
+from reshard.text import parse_bytes
+
+__all__ = ["DEFAULTS", "MODEL_DEFAULTS", "Answer", "Server", "answer_of"]
+
+MAX_RANKS = 4096
+MAX_BOXES = 100_000
+"""What one layout may have; a page with more takes too long to wait for."""
+MAX_TEXT = 300
+"""Characters of a field."""
+
+T = TypeVar("T")
+
+Specs = dict[str, TensorSpec]
+
+_TENSOR_FIELDS = (
+    ("have_mesh", "Mesh, before", "dp=2 tp=4", "dp=2 tp=4"),
+    ("have_layout", "Layout, before", "(dp tp) -", "(dp tp) -"),
+    ("want_mesh", "Mesh, after", "tp=2 @ 8-9", "tp=2 @ 8-9"),
+    ("want_layout", "Layout, after", "- tp", "- tp"),
+    ("shape", "Shape", "8192,4096", "8192,4096"),
+    ("dtype", "Dtype", "bfloat16", "bfloat16"),
+    ("memory", "Memory cap per rank", "256MiB", "256MiB"),
+)
+_MODEL_FIELDS = (
+    ("model", "Model", "llama-3-8b", "llama-3-8b"),
+    ("have_mesh", "Mesh, before", "tp=8", "dp=2 tp=4"),
+    ("have_fsdp", "FSDP axes, before", "", "dp"),
+    ("want_mesh", "Mesh, after", "tp=2 @ 8-9", "tp=2 @ 8-9"),
+    ("want_fsdp", "FSDP axes, after", "", "dp"),
+    ("replicate", "Axes of replicas", "", "dp"),
+    ("dtype", "Dtype", "", "the model's"),
+    ("memory", "Memory cap per rank", "256MiB", "256MiB"),
+)
+"""A model is the name of a known one, never a path: requests do not make the server read files."""
+DEFAULTS = {name: value for name, _, value, _ in _TENSOR_FIELDS}
+MODEL_DEFAULTS = {name: value for name, _, value, _ in _MODEL_FIELDS}
+
+
+@dataclass(slots=True)
+class Answer:
+    """A document, or what is wrong with which field."""
+
+    values: Mapping[str, str]
+    document: Document | None = None
+    errors: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def footer(self) -> Footer:
+        """Where the document comes from: commands that show the same."""
+        value = {name: text.strip() for name, text in self.values.items()}
+        options = {"--dtype": value["dtype"], "--memory": value["memory"]}
+        if "model" in value:
+            options |= {"--model": value["model"], "--from": value["have_mesh"]}
+            options |= {"--from-fsdp": value["have_fsdp"], "--to": value["want_mesh"]}
+            options |= {"--to-fsdp": value["want_fsdp"]}
+        else:
+            options |= {"--from": f"{value['have_mesh']}: {value['have_layout']}"}
+            options |= {"--to": f"{value['want_mesh']}: {value['want_layout']}"}
+            options |= {"--shape": value["shape"]}
+        words = [word for option, text in options.items() if text for word in (option, text)]
+        for axis in value.get("replicate", "").split():
+            words += ["--replicate", axis]
+        return Footer(shlex.join(["reshard", "plan", *words]), value.get("model"))
+
+    @contextmanager
+    def blaming(self, name: str) -> Iterator[None]:
+        """Note an error of the library as one of a field, on one line."""
+        try:
+            yield
+        except ReshardError as error:
+            text = " ".join(str(error).removeprefix('tensor "tensor": ').split())
+            self.errors.setdefault(name, text)
+
+    def read(self, name: str, parse: Callable[[str], T]) -> T | None:
+        """What a field says; None where something is wrong with it."""
+        text = self.values[name]
+        if len(text) > MAX_TEXT:
+            self.errors[name] = f"{len(text)} characters: at most {MAX_TEXT} work here"
+            return None
+        with self.blaming(name):
+            return parse(text.strip())
+        return None
+
+
+def answer_of(given: Mapping[str, Any]) -> Answer:
+    """Plan what the fields say; a field that is not given has its default."""
+    defaults = MODEL_DEFAULTS if "model" in given else DEFAULTS
+    answer = Answer({name: str(given.get(name, value)) for name, value in defaults.items()})
+    memory = answer.read("memory", parse_bytes)
+    sides = _model(answer) if "model" in given else _tensor(answer)
+    if answer.errors or len(sides) < 2:
+        return answer
+    move = None
+    with answer.blaming("general"):
+        move = plan(*sides, memory=memory)
+    if "memory" in answer.errors.get("general", ""):
+        answer.errors["memory"] = answer.errors.pop("general").replace("memory=", "the cap")
+    if move is not None:
+        answer.document = document_of(move)
+    return answer
+
+
+def _tensor(answer: Answer) -> list[Specs]:
+    """Both sides of one tensor; fewer where something is wrong with a field."""
+    shape = answer.read("shape", parse_shape)
+    dtype = answer.read("dtype", canonical_dtype)
+    layouts = [_layout(answer, side, shape) for side in ("have", "want")]
+    if shape is None or dtype is None:
+        return []
+    return [{"tensor": TensorSpec(shape, dtype, one)} for one in layouts if one is not None]
+
+
+def _model(answer: Answer) -> list[Specs]:
+    """Both sides of a model, by the rules of its family."""
+    config = answer.read("model", preset)
+    dtype = answer.read("dtype", lambda text: canonical_dtype(text) if text else None)
+    meshes = [answer.read(f"{side}_mesh", _mesh) for side in ("have", "want")]
+    fsdp = [answer.read(f"{side}_fsdp", lambda text: text or None) for side in ("have", "want")]
+    axes = answer.read("replicate", str.split)
+    copies: list[str | None] = []
+    if config is not None and axes is not None and None not in meshes:
+        with answer.blaming("replicate"):
+            copies = replicated(axes, [*zip(meshes, fsdp, strict=True)])
+    sides: list[Specs] = []
+    for side, mesh, cut, copy in zip(("have", "want"), meshes, fsdp, copies, strict=False):
+        with answer.blaming(f"{side}_mesh"):
+            assert config is not None
+            assert mesh is not None
+            sides.append(model_specs(config, ModelSide(side, mesh, None, cut, copy, dtype))[0])
+    return sides
+
+
+def _mesh(text: str) -> Mesh:
+    mesh = Mesh.parse(text)
+    if len(mesh.ranks) > MAX_RANKS:
+        raise MeshError(
+            f'mesh "{mesh}" has {len(mesh.ranks)} ranks: at most {MAX_RANKS} are explored; '
+            "reshard plan takes more"
+        )
+    return mesh
+
+
+def _layout(answer: Answer, side: str, shape: tuple[int, ...] | None) -> Layout | None:
+    mesh = answer.read(f"{side}_mesh", _mesh)
+    if mesh is None:
+        return None
+    layout = answer.read(f"{side}_layout", lambda text: Layout(mesh, text))
+    if layout is None or shape is None:
+        return layout
+    with answer.blaming(f"{side}_layout"):
+        layout.dims(shape)
+        boxes = num_boxes(layout, shape)
+        if boxes > MAX_BOXES:
+            raise LayoutError(
+                f'layout "{layout}" has {boxes} boxes: at most {MAX_BOXES} are explored; use '
+                "larger blocks"
+            )
+        return layout
+    return None
+
+
+ADDRESS = "127.0.0.1"
+MAX_BODY = 8192
+MAX_PROCESSES = 16
+"""Browsers open connections in advance; each of them has a process until it times out."""
+CPU_SECONDS = 10
+"""What a plan may take before the answer is that it takes too long."""
+SECONDS = 30
+"""What a request may take altogether before its process is ended."""
+MEMORY = 2 << 30
+"""Bytes that a request may allocate beyond what the server has."""
+
+HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+
+
+class TooLongError(Exception):
+    """The plan takes more CPU time than a request has."""
+
+
+class Server(ForkingMixIn, HTTPServer):
+    """A server whose requests are each handled by a process with limits."""
+
+    max_children = MAX_PROCESSES
+    allow_reuse_address = True
+
+    def __init__(self, port: int, values: Mapping[str, str]) -> None:
+        self.values = dict(values)
+        super().__init__((ADDRESS, port), _Handler)
+
+    def server_bind(self) -> None:
+        """Bind without asking a name server for the name of this machine."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = ADDRESS, self.server_address[1]
+
+    @property
+    def url(self) -> str:
+        """Where the page is."""
+        return f"http://{ADDRESS}:{self.server_port}/"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a browser may call this server."""
+        return tuple(f"{name}:{self.server_port}" for name in (ADDRESS, "localhost"))
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that has left, or was too slow, is no news."""
+
+    def server_close(self) -> None:
+        """Stop listening, and end requests that are still being worked on."""
+        for process in self.active_children or ():
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        super().server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One request."""
+
+    server: Server
+    server_version = "reshard"
+    sys_version = ""
+    timeout = 5
+
+    def setup(self) -> None:
+        """Limit what this process may use; it handles this request alone."""
+        _limit()
+        super().setup()
+
+    def do_GET(self) -> None:
+        """The page."""
+        if not self._is_ours():
+            return
+        if self.path.partition("?")[0] != "/":
+            self._refuse(HTTPStatus.NOT_FOUND, "there is one page here: /")
+            return
+        answer = _bounded(self.server.values)
+        if answer.document is None:
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "; ".join(answer.errors.values()))
+            return
+        listed = _MODEL_FIELDS if "model" in answer.values else _TENSOR_FIELDS
+        fields = [Field(name, label, answer.values[name], hint) for name, label, _, hint in listed]
+        page = render_page(answer.document, answer.footer, fields)
+        self._send(HTTPStatus.OK, "text/html; charset=utf-8", page)
+
+    def do_POST(self) -> None:
+        """The plan of the fields in the body, or what is wrong with them."""
+        if not self._is_ours():
+            return
+        if self.path != "/plan":
+            self._refuse(HTTPStatus.NOT_FOUND, "plans are made at /plan")
+            return
+        values = self._values()
+        if values is None:
+            return
+        answer = _bounded(values)
+        found: dict[str, Any] = {"errors": answer.errors}
+        if answer.document is not None:
+            html = render_part(answer.document, answer.footer)
+            found = {"html": html, "title": answer.document.headline, "data": answer.document.data}
+        self._send(HTTPStatus.OK, "application/json", as_json(found))
+
+    def _is_ours(self) -> bool:
+        """Whether the request is from a page of this server, or from no page at all."""
+        hosts = self.headers.get_all("Host", [])
+        origin = self.headers.get("Origin")
+        if len(hosts) != 1 or hosts[0].lower() not in self.server.names:
+            self._refuse(HTTPStatus.FORBIDDEN, f"this server is called {self.server.names[0]}")
+            return False
+        if origin is not None and origin not in [f"http://{name}" for name in self.server.names]:
+            self._refuse(HTTPStatus.FORBIDDEN, "other pages may not use this server")
+            return False
+        return True
+
+    def _values(self) -> dict[str, str] | None:
+        """The fields in the body; None where it is not what the page sends."""
+        if self.headers.get_content_type() != "application/json":
+            self._refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "the body must be application/json")
+            return None
+        length = self.headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdigit() and len(length) < 10):
+            self._refuse(HTTPStatus.LENGTH_REQUIRED, "the body needs a Content-Length")
+            return None
+        if int(length) > MAX_BODY:
+            text = f"the body has {length} bytes: at most {MAX_BODY} work"
+            self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, text)
+            return None
+        try:
+            values = json.loads(self.rfile.read(int(length)))
+        except (ValueError, RecursionError):
+            values = None
+        if not isinstance(values, dict) or not all(isinstance(v, str) for v in values.values()):
+            self._refuse(HTTPStatus.BAD_REQUEST, "the body must be an object of texts")
+            return None
+        return values
+
+    def _refuse(self, status: HTTPStatus, text: str) -> None:
+        self._send(status, "text/plain; charset=utf-8", f"{text}\n")
+
+    def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        for name, value in {**HEADERS, "Content-Type": kind}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """The terminal of the explorer stays quiet."""
+
+
+def _bounded(values: Mapping[str, str]) -> Answer:
+    """The answer, or that it takes too much time or memory."""
+    try:
+        return answer_of(values)
+    except TooLongError:
+        text = f"this plan takes more than {CPU_SECONDS} s: use fewer ranks or larger blocks"
+    except MemoryError:
+        text = f"this plan takes more than {MEMORY >> 30} GiB: use fewer ranks or larger blocks"
+    except Exception as error:  # ours, and no reason to leave a browser without an answer
+        text = f"internal error: {type(error).__name__}: {str(error)[:200]}; please report it"
+    return Answer(dict(values), errors={"general": text})
+
+
+def _limit() -> None:
+    """Bound the CPU seconds, the memory and the time of this process."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGXCPU, _too_long)
+    signal.alarm(SECONDS)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    cpu = int(used.ru_utime + used.ru_stime) + CPU_SECONDS
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + CPU_SECONDS))
+    with open("/proc/self/statm") as file:  # noqa: PTH123
+        size = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
+
+
+def _too_long(*_: object) -> NoReturn:
+    raise TooLongError

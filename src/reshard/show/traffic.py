@@ -1,0 +1,246 @@
+"""Who sends how much to whom: as a small matrix, and as a timeline for a trace viewer.
+
+The matrix is between ranks, hosts, or groups of them:
+
+>>> from reshard.layout.layout import Layout
+>>> from reshard.layout.mesh import Mesh
+>>> from reshard.planning.plans import plan
+>>> from reshard.show.ink import plain
+>>> have, want = Layout(Mesh(dp=2), "dp -"), Layout(Mesh(tp=3, ranks=[4, 5, 6]), "- tp")
+>>> move = plan(have, want, shape=(2048, 1536), dtype="float32")
+>>> print(plain(draw(traffic_matrix(move, most=8))))
+bytes from rank (down) to rank (across)
+          4     5     6  total
+    0  2.0M  2.0M  2.0M   6.0M
+    1  2.0M  2.0M  2.0M   6.0M
+total  4.0M  4.0M  4.0M  12.0M
+
+In the timeline, of the Chrome trace format, every rank (or group of ranks, where there are many) is
+a process with two tracks, what it sends and what it receives; a slice is one message of one round.
+With a topology a slice is as long as the link needs; without one it is a microsecond per KiB, so
+that lengths compare bytes.
+
+>>> have, want = Layout(Mesh(dp=2), "dp -"), Layout(Mesh(tp=2), "- tp")
+>>> events = json.loads(to_trace(plan(have, want, shape=(64, 64))))["traceEvents"]
+>>> [(e["pid"], e["name"], e["args"]["bytes"]) for e in events if e["ph"] == "X"]
+[(0, 'to 1', 4096), (1, 'from 0', 4096), (1, 'to 0', 4096), (0, 'from 1', 4096)]
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reshard.layout.columns import distinct, distinct_first, numbered
+from reshard.layout.grid import Ints
+from reshard.show.ink import Line, Span, heat
+
+if TYPE_CHECKING:
+    from reshard.planning.plans import Plan
+
+__all__ = ["Matrix", "draw", "group", "short_bytes", "to_trace", "traffic_matrix"]
+
+MAX_TRACKS = 256
+"""More ranks than this are put into groups in a timeline."""
+BYTES_PER_MICROSECOND = 1024
+"""How long a slice is without a topology."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Groups:
+    """Numbers (of ranks or hosts) in rising order, put into few groups."""
+
+    labels: tuple[str, ...]
+    numbers: Ints
+    of: Ints
+    """The group of each number."""
+
+    def find(self, numbers: Ints) -> Ints:
+        """The groups of these numbers; of any group where a number is in none."""
+        at = np.minimum(np.searchsorted(self.numbers, numbers), max(len(self.of) - 1, 0))
+        found: Ints = self.of[at] if len(self.of) else at
+        return found
+
+
+def group(numbers: Ints, most: int) -> Groups:
+    """At most so many groups of neighbours, each within one block of a power of two.
+
+    >>> group(np.arange(10, 64), 16).labels[:2]
+    ('10-11', '12-15')
+    """
+    numbers = distinct(numbers)
+    size = 1
+    while len(distinct(numbers // size)) > most:
+        size *= 2
+    _, first = distinct_first(numbers // size)
+    _, of = numbered(numbers // size)
+    if not len(numbers):
+        return Groups((), numbers, of)
+    lows, highs = numbers[first].tolist(), numbers[np.append(first[1:], len(numbers)) - 1].tolist()
+    runs = zip(lows, highs, strict=True)
+    labels = tuple(f"{low}-{high}" if high > low else str(low) for low, high in runs)
+    return Groups(labels, numbers, of)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Matrix:
+    """Bytes from each source (rows) to each destination (columns)."""
+
+    kind: str
+    """What the rows and columns are: ``rank`` or ``host``."""
+    sources: tuple[str, ...]
+    destinations: tuple[str, ...]
+    num_bytes: Ints
+    first_hand: Ints
+    """The part of the bytes that comes from source tensors; the rest is passed on."""
+    row_of: Ints
+    """The row of each rank of ``plan.world`` that sends; any row for the others."""
+    column_of: Ints
+    """The column of each rank that receives; any column for the others."""
+
+
+def traffic_matrix(plan: Plan, most: int = 16) -> Matrix:
+    """The traffic of a plan between at most so many senders and receivers.
+
+    Between hosts where the plan has a topology, else between ranks.
+    """
+    traffic, number, kind = plan.traffic, plan.world, "rank"
+    if plan.topology is not None:
+        hosts = plan.topology.hosts_of(plan.ranks)
+        number, kind = np.array([hosts[rank] for rank in plan.ranks], dtype=np.int64), "host"
+    rows = group(number[traffic.first_hand + traffic.passed_on > 0], most)
+    columns = group(number[traffic.received > 0], most)
+    shape = len(rows.labels), len(columns.labels)
+    places = rows.find(number), columns.find(number)
+    tables = (table[: shape[0], : shape[1]] for table in traffic.between(*places))
+    num_bytes, first_hand = tables
+    return Matrix(kind, rows.labels, columns.labels, num_bytes, first_hand, *places)
+
+
+def draw(matrix: Matrix) -> list[Line]:
+    """The matrix as lines, with sums; the more bytes, the stronger the colour."""
+    if not matrix.num_bytes.size:
+        return [[Span("no traffic between ranks")]]
+    largest = int(matrix.num_bytes.max())
+    rows = [*matrix.num_bytes, matrix.num_bytes.sum(axis=0)]
+    texts = [[short_bytes(int(n)) for n in (*row, row.sum())] for row in rows]
+    labels = [*matrix.sources, "total"]
+    across = [*matrix.destinations, "total"]
+    widths = [max(map(len, column)) for column in zip(across, *texts, strict=True)]
+    gutter = max(map(len, labels))
+    kinds = f"{matrix.kind} (down) to {matrix.kind} (across)"
+    lines: list[Line] = [
+        [Span(f"bytes from {kinds}")],
+        _line("", across, [None] * len(across), gutter, widths),
+    ]
+    for label, row, text in zip(labels, rows, texts, strict=True):
+        tones = [heat(n / largest) if n and label != "total" else None for n in row]
+        lines.append(_line(label, text, [*tones, None], gutter, widths))
+    return lines
+
+
+def _line(
+    label: str,
+    texts: Sequence[str],
+    tones: Sequence[str | None],
+    gutter: int,
+    widths: Sequence[int],
+) -> Line:
+    spans = [Span(label.rjust(gutter) + " ")]
+    for text, tone, width in zip(texts, tones, widths, strict=True):
+        spans.append(Span(f" {text.rjust(width)} ", tone))
+    return spans
+
+
+def short_bytes(num_bytes: int) -> str:
+    """An amount in at most five characters; K, M, G and T are powers of 1024.
+
+    >>> short_bytes(8 * 1024**2), short_bytes(1536), short_bytes(7), short_bytes(0)
+    ('8.0M', '1.5K', '7', '.')
+    """
+    power = min(max(num_bytes.bit_length() - 1, 0) // 10, 4)
+    scaled = num_bytes / 1024**power
+    digits = int(power > 0 and scaled < 99.95)
+    return f"{scaled:.{digits}f}{' KMGT'[power].strip()}" if num_bytes else "."
+
+
+def to_trace(plan: Plan) -> str:
+    """The timeline as JSON text."""
+    events = list(_events(plan, group(plan.world, MAX_TRACKS)))
+    scale = "predicted by the topology" if plan.topology else "1 us is 1 KiB"
+    return json.dumps({"traceEvents": events, "otherData": {"digest": plan.digest, "time": scale}})
+
+
+def _events(plan: Plan, groups: Groups) -> Iterator[dict[str, Any]]:
+    """The names of processes and tracks; then a slice at the sender of each message, and one at
+    its receiver, after what each does already."""
+    for number, label in enumerate(groups.labels):
+        about = {"ph": "M", "name": "process_name", "pid": number}
+        yield {**about, "args": {"name": f"rank{'' if label.isdigit() else 's'} {label}"}}
+        for track, what in enumerate(("sends", "receives")):
+            yield {**about, "name": "thread_name", "tid": track, "args": {"name": what}}
+    start = 0.0
+    for number, exchanged in sorted(_messages(plan, groups).items()):
+        busy: dict[tuple[int, int], float] = {}
+        for (source, destination), (num_bytes, count) in exchanged:
+            length = _microseconds(plan, groups, (source, destination), num_bytes, count)
+            ends = (source, 0, "to", destination), (destination, 1, "from", source)
+            for process, track, word, other in ends:
+                at = busy.get((process, track), 0.0)
+                busy[process, track] = at + length
+                where = {"cat": "round", "pid": process, "tid": track}
+                times = {"ts": round(start + at, 3), "dur": round(length, 3)}
+                about = {"round": number, "bytes": num_bytes, "messages": count}
+                name = f"{word} {groups.labels[other]}"
+                yield {"ph": "X", "name": name, **where, **times, "args": about}
+        start += max(busy.values(), default=0.0)
+
+
+Messages = list[tuple[tuple[int, int], tuple[int, int]]]
+"""Groups of senders and of receivers; bytes between them, and messages of single ranks."""
+
+
+def _messages(plan: Plan, groups: Groups) -> dict[int, Messages]:
+    """The messages of every round, added up by groups of ranks."""
+    rounds: dict[int, list[tuple[Ints, Ints, Ints]]] = {}
+    for rank in plan.ranks:
+        for rows in plan.for_rank(rank).sends.rows:
+            for number in rows.rounds():
+                kept, low, high = rows.of_round(number)
+                if len(kept):
+                    to, sizes = rows.transfers.destination[kept], high - low
+                    itemsize = rows.flow.stack.itemsize_at(rows.transfers.hop)
+                    sent = (np.full_like(to, rank), to, sizes * itemsize)
+                    rounds.setdefault(number, []).append(sent)
+    return {number: _grouped(sent, groups) for number, sent in rounds.items()}
+
+
+def _grouped(sent: list[tuple[Ints, Ints, Ints]], groups: Groups) -> Messages:
+    """Add up what goes from one group to another, and count the pairs of ranks."""
+    source, destination, sizes = (np.concatenate(column) for column in zip(*sent, strict=True))
+    first, second = (np.searchsorted(groups.numbers, ranks) for ranks in (source, destination))
+    pairs, inverse = np.unique(first * len(groups.numbers) + second, return_inverse=True)
+    totals = np.bincount(inverse, weights=sizes)
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    for pair, size in zip(pairs.tolist(), totals.tolist(), strict=True):
+        places = divmod(pair, len(groups.numbers))
+        key = int(groups.of[places[0]]), int(groups.of[places[1]])
+        total, count = found.get(key, (0, 0))
+        found[key] = total + int(size), count + 1
+    return sorted(found.items())
+
+
+def _microseconds(
+    plan: Plan, groups: Groups, ends: tuple[int, int], num_bytes: int, count: int
+) -> float:
+    topology = plan.topology
+    if topology is None:
+        return num_bytes / BYTES_PER_MICROSECOND
+    ranks = [int(groups.numbers[groups.of == end][0]) for end in ends]
+    hosts = topology.hosts_of(ranks)
+    link = topology.inside if hosts[ranks[0]] == hosts[ranks[1]] else topology.between
+    return 1e6 * (num_bytes / link.bandwidth + count * link.latency)
