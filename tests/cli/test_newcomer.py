@@ -322,10 +322,8 @@ def test_a_new_model_family_by_the_documents(tmp_path: Path) -> None:
     (tmp_path / "reshard/rules/families/toy.toml").write_text('extends = "llama"\n')
     configs = tmp_path / "reshard/rules/configs.py"
     text = configs.read_text()
-    text = text.replace(
-        '        "llama": "llama",\n', '        "llama": "llama",\n        "toy": "toy",\n', 1
-    )
-    preset = re.search(r'        "mistral-7b": .*\n', text)
+    text = text.replace('    "llama": "llama",\n', '    "llama": "llama",\n    "toy": "toy",\n', 1)
+    preset = re.search(r' +"mistral-7b": .*\n', text)
     assert preset is not None
     text = text.replace(
         preset[0],
