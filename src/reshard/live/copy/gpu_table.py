@@ -149,6 +149,9 @@ def compile_table(blocks: Strided, cast: Cast | None = None) -> LaunchTable:
     first = np.cumsum(tiles) - tiles
     divisors = blocks.widths[:, 1:]
     multipliers, shifts = _division_by(divisors)
+    dims = np.flatnonzero((blocks.widths > 1).any(axis=0))
+    # The largest distance in bytes from the first to the last unit of any block.
+    reach = int(((blocks.widths - 1) * blocks.strides.max(axis=0)).sum(axis=1).max(initial=0))
     rows = np.column_stack(
         [
             *(blocks.base[0], blocks.offset[0], blocks.base[1], blocks.offset[1]),
@@ -160,9 +163,9 @@ def compile_table(blocks: Strided, cast: Cast | None = None) -> LaunchTable:
         tiles=np.repeat(np.arange(len(blocks), dtype=np.int32), tiles),
         lanes=lanes,
         num_warps=num_warps,
-        num_dims=_num_dims(blocks.widths),
+        num_dims=NUM_DIMS - int(dims[0]) if len(dims) else 1,
         units=tuple(distinct(_kinds(blocks.unit)).tolist()),
-        wide=_reach(blocks) >= 1 << 31,
+        wide=reach + WIDEST >= 1 << 31,
     )
 
 
@@ -386,15 +389,3 @@ def _division_by(divisors: Ints) -> tuple[Ints, Ints]:
     d = divisors.astype(np.uint64)
     multipliers = ((power - d) << np.uint64(32)) // d + np.uint64(1)
     return multipliers.astype(np.int64), shifts
-
-
-def _num_dims(widths: Ints) -> int:
-    """Dims that any block needs."""
-    used = (widths > 1).any(axis=0)
-    return NUM_DIMS - int(np.argmax(used)) if used.any() else 1
-
-
-def _reach(blocks: Strided) -> int:
-    """The largest distance in bytes from the first to the last unit of any block."""
-    steps = blocks.strides.max(axis=0)
-    return int(((blocks.widths - 1) * steps).sum(axis=1).max(initial=0)) + WIDEST

@@ -154,8 +154,16 @@ class OrderedSum:
                 begin = tensor.storage_offset() + offset // tensor.itemsize
                 block = tensor.as_strided(shape, strides, begin)
                 self._add(total[low : low + count].view(shape), block, first)
-        if self._op == "avg":
-            self._divide(total)
+        if self._op != "avg":
+            return total
+        whole = not (total.is_floating_point() or total.is_complex() or total.dtype == torch.bool)
+        if total.is_cpu:
+            divide = np.floor_divide if whole else np.divide
+            divide(total.numpy(), self._num_addends, out=total.numpy(), casting="unsafe")
+        else:
+            # By a tensor: for a number torch would multiply with its rounded inverse.
+            count = torch.full((), self._num_addends, dtype=total.dtype, device=total.device)
+            total.div_(count, rounding_mode="floor" if whole else None)
         return total
 
     def _add(self, total: torch.Tensor, addend: torch.Tensor, first: bool) -> None:
@@ -178,16 +186,6 @@ class OrderedSum:
             # torch widens halves as it adds, but knows no sum of a float8 and a float32.
             addend = addend.to(total.dtype) if addend.itemsize == 1 else addend
             TORCH_OPS[self._op](total, addend, out=total)
-
-    def _divide(self, total: torch.Tensor) -> None:
-        whole = not (total.is_floating_point() or total.is_complex() or total.dtype == torch.bool)
-        if total.is_cpu:
-            divide = np.floor_divide if whole else np.divide
-            divide(total.numpy(), self._num_addends, out=total.numpy(), casting="unsafe")
-        else:
-            # By a tensor: for a number torch would multiply with its rounded inverse.
-            count = torch.full((), self._num_addends, dtype=total.dtype, device=total.device)
-            total.div_(count, rounding_mode="floor" if whole else None)
 
     def _copies(self) -> CopyList:
         """From the accumulator, in place of the staging buffer, into the destination."""

@@ -155,10 +155,8 @@ class Program:
         self.num_have = len(self.names[HAVE])
         self.staging = self.num_have + len(self.names[WANT])
         """The number of the staging buffer in the table of base addresses."""
-        numbers = (
-            dict(zip(self.names[HAVE], range(self.num_have), strict=True)),
-            dict(zip(self.names[WANT], range(self.num_have, self.staging), strict=True)),
-        )
+        firsts = zip(self.names, (0, self.num_have), strict=True)
+        numbers = [{name: n for n, name in enumerate(side, first)} for side, first in firsts]
         self._numbers = {
             id(stack): [
                 np.array([numbers[side][names[side]] for names in stack.names], np.int64)
@@ -281,19 +279,14 @@ class Program:
             strides = full
         base, plain = self.numbers_of(stack, side)[stacked], strides
         if rank == self.rank and self.strides:
-            offset, strides = self._as_strided(base, offset, strides)
+            offset, strides = offset.copy(), np.array(strides)
+            for number, (shape, actual) in self.strides.items():
+                mine = np.flatnonzero(base == number)
+                if len(mine):
+                    offset[mine] = as_strided(offset[mine], shape, actual)
+                    flat = as_strided(strides[mine].ravel(), shape, actual)
+                    strides[mine] = flat.reshape(len(mine), -1)
         return Place(base, offset * itemsize(spec.dtype), strides, spec.dtype), plain
-
-    def _as_strided(self, base: Ints, offset: Ints, strides: Ints) -> tuple[Ints, Ints]:
-        """Convert offsets and strides in contiguous tensors to those in the bound tensors."""
-        offset, strides = offset.copy(), np.array(strides)
-        for number, (shape, actual) in self.strides.items():
-            mine = np.flatnonzero(base == number)
-            if len(mine):
-                offset[mine] = as_strided(offset[mine], shape, actual)
-                flat = as_strided(strides[mine].ravel(), shape, actual)
-                strides[mine] = flat.reshape(len(mine), -1)
-        return offset, strides
 
 
 def as_strided(offset: Ints, shape: tuple[int, ...], strides: tuple[int, ...]) -> Ints:

@@ -188,11 +188,9 @@ class GpuPeerTransport(Transport):
 
     def _sent(self) -> tuple[list[int], Ints]:
         """The base numbers of the tensors that peers read, and their bytes."""
-        found = [np.zeros(0, np.int64)]
-        for round_ in self._rounds():
-            for peer, transfers in round_.sends.items():
-                found += [one.source.base for one in transfers if peer in self.peers]
-        numbers = distinct(np.concatenate(found)).tolist()
+        sends = [one for round_ in self._rounds() for one in round_.sends.items()]
+        read = [one.source.base for peer, some in sends if peer in self.peers for one in some]
+        numbers = distinct(np.concatenate([np.zeros(0, np.int64), *read])).tolist()
         sizes = [self.bound.tensors[number].nbytes for number in numbers]
         return numbers, np.array(sizes, np.int64)
 
@@ -200,11 +198,10 @@ class GpuPeerTransport(Transport):
 
     def _packed(self, round_: Round) -> PackedRound:
         """The messages of a round as this rank packs them, kept with the round."""
-        key = ("gpu peer", "packed", self.peers)
-        found: PackedRound | None = round_.kept.get(key)
-        if found is None:
-            found = round_.kept[key] = PackedRound.of(round_, self.peers, self.bound.staging)
-        return found
+        kept, key = round_.kept, ("gpu peer", "packed", self.peers)
+        if key not in kept:
+            kept[key] = PackedRound.of(round_, self.peers, self.bound.staging)
+        return kept[key]  # type: ignore[no-any-return]
 
     def _pack(self, round_: Round) -> int:
         """Pack the messages of a round, and announce them."""
@@ -317,13 +314,13 @@ class GpuPeerTransport(Transport):
         here |= set(peers)
         if here < self.peers & round_.receives.keys():
             return
+        if round_.number < self._pulls.num_covered:
+            return  # the first pull has read all of it
         later = self._pulls.later.get(round_.number)
-        if later is not None:
-            with self._driver_errors("copy between GPUs"):
+        with self._driver_errors("copy between GPUs"):
+            if later is not None:
                 self._pull(later, round_.number)
-        if round_.number >= self._pulls.num_covered:
-            with self._driver_errors("copy between GPUs"):
-                self._finish_reading([round_.number])
+            self._finish_reading([round_.number])
         for transfer, at in () if later is None else later.addends:
             assert self.addends is not None
             arrived[id(transfer)] = self.addends[at : at + transfer.num_bytes]

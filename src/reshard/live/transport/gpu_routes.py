@@ -14,6 +14,7 @@ import os
 import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -115,7 +116,11 @@ class GpuTrials(Resource):
             client, ranks = watch.connections.client, watch.connections.ranks
             values = client.request(lambda store: store.multi_get(keys))
             tried = {rank: _read(value) for rank, value in zip(ranks, values, strict=True)}
-            self._known[digest] = _reasons(facts, tried)
+            self._known[digest] = {
+                (one, other): str(reason)
+                for one, other in combinations(sorted(facts), 2)
+                if (reason := tried[one].get(str(other)) or tried[other].get(str(one)))
+            }
         return facts, self._known[digest]
 
     def _try(self, peer: int, device: torch.device | None, theirs: Mapping[str, Any]) -> str:
@@ -213,17 +218,6 @@ def _no_nccl(facts: Facts) -> str:
             if other != rank:
                 return f"ranks {other} and {rank} share a GPU, which NCCL refuses"
     return ""
-
-
-def _reasons(facts: Facts, tried: Facts) -> dict[Pair, str]:
-    """Why pairs cannot read each other's memory, from what both found."""
-    found = {}
-    for one in sorted(facts):
-        for other in (rank for rank in sorted(facts) if rank > one):
-            reason = tried[one].get(str(other)) or tried[other].get(str(one))
-            if reason:
-                found[one, other] = str(reason)
-    return found
 
 
 def _pair(one: int, other: int) -> Pair:

@@ -72,14 +72,10 @@ class NcclGroups(Resource):
 
     def group(self, watch: Watch, device: torch.device, asked: Task[Any] | None) -> NcclGroup:
         """The group of a call; if there is none, or a call failed, all ranks create it together."""
-        found = finish_epoch(watch, asked)
-        epoch = self._epoch if found is None else found
-        if self._group is None or self._group.aborted or self._epoch != epoch:
-            self._renew(watch, device, epoch)
-        assert self._group is not None
-        return self._group
-
-    def _renew(self, watch: Watch, device: torch.device, epoch: int) -> None:
+        decided = finish_epoch(watch, asked)
+        epoch = self._epoch if decided is None else decided
+        if self._group is not None and not self._group.aborted and self._epoch == epoch:
+            return self._group
         connections, key = self._connections, f"gpu/{epoch}"
         connections.resource(InFlight).settle()
         meet(watch, key, lambda peer: "it to open NCCL")
@@ -87,7 +83,7 @@ class NcclGroups(Resource):
         if self._group is not None:
             self._group.abort()
         others = frozenset(connections.ranks) - {connections.rank}
-        self._group = NcclGroup(
+        found = self._group = NcclGroup(
             PrefixStore(key, clone_of(connections.store)),
             connections.ranks.index(connections.rank),
             len(connections.ranks),
@@ -95,6 +91,7 @@ class NcclGroups(Resource):
             wait=waiting_for(watch, others, "it to open NCCL"),
         )
         self._epoch = epoch
+        return found
 
     def release(self) -> None:
         """Free the staging buffer."""

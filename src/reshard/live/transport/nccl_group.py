@@ -83,7 +83,16 @@ class NcclGroup:
         wait: WaitForTask | None = None,
     ) -> NcclWork:
         """Start all messages at once; several to one rank arrive in this order."""
-        return self._start(lambda: self._send(sends, receives), [*sends, *receives], wait)
+
+        def start() -> Any:
+            self._backend._start_coalescing()
+            for rank, tensor in receives:
+                self._backend.recv([tensor], rank, 0)
+            for rank, tensor in sends:
+                self._backend.send([tensor], rank, 0)
+            return self._backend._end_coalescing()
+
+        return self._start(start, [*sends, *receives], wait)
 
     def all_gather(self, slots: torch.Tensor, wait: WaitForTask | None = None) -> NcclWork:
         """Start to copy the slot of every rank, which are as large as each other, to all ranks."""
@@ -124,15 +133,6 @@ class NcclGroup:
 
         work, arrived = self._do(act, "connect", wait)
         return NcclWork(self, work, (reached, arrived), messages)
-
-    def _send(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]) -> Any:
-        """All messages in one group call."""
-        self._backend._start_coalescing()
-        for rank, tensor in receives:
-            self._backend.recv([tensor], rank, 0)
-        for rank, tensor in sends:
-            self._backend.send([tensor], rank, 0)
-        return self._backend._end_coalescing()
 
     def _do(self, action: Callable[[], T], purpose: str, wait: WaitForTask | None) -> T:
         """Let the worker act, and wait for it with a timeout."""
