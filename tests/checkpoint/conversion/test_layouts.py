@@ -13,8 +13,8 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from reshard import checkpoint
-from reshard.checkpoint.conversion.layouts import LayoutRequest, wanted_of
 from reshard.checkpoint.conversion.names import Outline
+from reshard.checkpoint.conversion.request import LayoutRequest, wanted_of
 from reshard.checkpoint.formats.reader import as_rules, open_storage
 from reshard.cli import run
 from reshard.errors import LayoutError, MeshError, ReshardError, RulesError, TargetError

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from reshard import checkpoint, cli
-from reshard.checkpoint.conversion.layouts import LayoutRequest, Parameters, wanted_of
 from reshard.checkpoint.conversion.names import Outline
+from reshard.checkpoint.conversion.request import LayoutRequest, Parameters, wanted_of
 from reshard.checkpoint.formats.reader import open_storage, read_catalog
 from reshard.dtypes import ITEMSIZE, check_cast, is_float
 from reshard.errors import (

@@ -1,8 +1,8 @@
-"""Converts a checkpoint to another layout or format: request, plan, build.
+"""Converts a checkpoint to another layout or format: request, source, plan, build.
 
 stages   ``convert``, the stages in turn, and its report
-plan     the request, and all that is to be done
-layouts  the layout and the dtype of every output tensor
+request  the arguments; the layout and the dtype that they give every output tensor
 names    the output tensors when names change
+plan     all that is to be read, written and copied
 build    checks the source, prepares files, copies chunks, checks and seals the output
 """

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from reshard.checkpoint.catalog import Catalog
-from reshard.checkpoint.conversion.plan import ConversionPlan, Request, Stamp
+from reshard.checkpoint.conversion.plan import ConversionPlan, Stamp
+from reshard.checkpoint.conversion.request import Request
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import (
     SIDECAR,
@@ -23,11 +25,10 @@ from reshard.checkpoint.integrity.checksums import (
     sum_of,
 )
 from reshard.checkpoint.journal import Journal, read_journals
-from reshard.checkpoint.output import Literal
 from reshard.checkpoint.output_files import OutputFiles, replace_file
 from reshard.checkpoint.storage import Storage
 from reshard.checkpoint.transfer.copying import Copier, Done, copy_all, sums_of
-from reshard.checkpoint.transfer.transfers import CopyChunk, Transfer, chunks_of
+from reshard.checkpoint.transfer.transfers import CopyChunk, chunks_of
 from reshard.checkpoint.transfer.windows import Budget, Source, collector_paused
 from reshard.checkpoint.workplace import Workplace
 from reshard.errors import DamageError, TargetError, UnfinishedError
@@ -39,8 +40,6 @@ AT_ONCE = 256
 """The most chunks that are read at the same time."""
 MOST_BYTES = 8 << 20
 """The most bytes of these chunks."""
-
-Ints = np.ndarray[Any, Any]
 
 
 def check_outside_tensors(storage: Storage, catalog: Catalog, sums: Checksums) -> None:
@@ -76,27 +75,20 @@ def wrong_sizes(storage: Storage, sums: Checksums) -> Iterator[tuple[str, int | 
 
 def _chunks(catalog: Catalog, sums: Checksums) -> Iterator[tuple[str, ChunkSum]]:
     """The chunks without a byte of a tensor."""
-    spans = _spans(catalog)
+    pieces: dict[str, list[tuple[int, int]]] = {}
+    for tensor in catalog.tensors.values():
+        for piece in tensor.pieces:
+            path = catalog.files[piece.file].path
+            pieces.setdefault(path, []).append(piece.span(tensor.dtype))
     for path, file in sums.files.items():
-        starts, furthest = spans.get(path, (np.empty(0), np.empty(0)))
+        spans = np.array(sorted(pieces.get(path, ())), dtype=np.int64).reshape(-1, 2)
+        # The furthest end of each piece and all before it, as pieces may overlap.
+        starts, furthest = spans[:, 0], np.maximum.accumulate(spans[:, 1])
         for index in range(len(file.ends)):
             chunk = file.chunk(index)
             last = int(np.searchsorted(starts, chunk.stop)) - 1
             if last < 0 or furthest[last] <= chunk.start:
                 yield path, chunk
-
-
-def _spans(catalog: Catalog) -> dict[str, tuple[Ints, Ints]]:
-    """For each file the starts of pieces in order, and the furthest end of each and all before."""
-    found: dict[int, list[tuple[int, int]]] = {}
-    for tensor in catalog.tensors.values():
-        for piece in tensor.pieces:
-            found.setdefault(piece.file, []).append(piece.span(tensor.dtype))
-    spans = {}
-    for file, pairs in found.items():
-        table = np.array(sorted(pairs), dtype=np.int64)
-        spans[catalog.files[file].path] = table[:, 0], np.maximum.accumulate(table[:, 1])
-    return spans
 
 
 def _batches(chunks: Iterable[tuple[str, ChunkSum]]) -> Iterator[list[tuple[str, ChunkSum]]]:
@@ -189,18 +181,24 @@ class Builder:
 
     def prepare(self) -> None:
         """Create all files at their full size, and write everything but the tensors."""
-        needed = self.plan.output.num_bytes
         try:
-            self.place.check_room(needed)
+            self.place.check_room(self.plan.output.num_bytes)
             self.place.data.mkdir(exist_ok=True)
             self.target.allocate()
         except TargetError:
             if not read_journals(self.place.folder):  # there is nothing to resume
                 self.place.discard()
             raise
-        for literal in self._literals():
+        output = self.plan.output
+        around = (  # the bytes around small tensors are written with the tensors
+            literal
+            for transfer in self.plan.transfers
+            if not transfer.is_packed(self.budget.window)
+            for literal in output.tensors[transfer.name].literals()
+        )
+        for literal in chain(output.literals, around):
             self._put(literal.file, literal.offset, memoryview(literal.data))
-        for copy in self.plan.output.objects:
+        for copy in output.objects:
             source = copy.source
             for at, data in self._read(self.source.name(source.file), source.offset, source.size):
                 if (crcs := self.source.crcs) is not None:
@@ -210,14 +208,6 @@ class Builder:
             for at, data in self._read(file.path, 0, file.size):
                 self._put(number, at, memoryview(data))
         replace_file(self.place.folder / "prepared", b"")
-
-    def _literals(self) -> Iterator[Literal]:
-        """Bytes known in advance; those around small tensors are written with the tensors."""
-        output = self.plan.output
-        yield from output.literals
-        for transfer in self.plan.transfers:
-            if not transfer.is_packed(self.budget.window):
-                yield from output.tensors[transfer.name].literals()
 
     def copy(self) -> None:
         """Copy the chunks of this process that are not done yet."""
@@ -248,8 +238,16 @@ class Builder:
         with collector_paused():
             chunks = {record["chunk"]: Done.from_record(record) for record in self._records()}
             self._check_all_done(set(chunks))
-        self._check_source()
-        self._check_crcs(chunks.values())
+        if Stamp.of(self.plan.catalog, self.storage) != self.plan.stamp:
+            raise DamageError(
+                f"{self.storage.root} was changed while it was converted: nothing was published; "
+                "convert it again when no process writes to it"
+            )
+        if self.source.crcs is not None:
+            # What all ranks and runs have read; bytes that no output tensor needs are read now.
+            for done in chunks.values():
+                self.source.crcs.add(done.crcs)
+            self.source.check_crcs()
         self._check_resumed()
         if self.request.checksums:
             values = [0] * len(self.plan.transfers)
@@ -265,19 +263,18 @@ class Builder:
         self.target.close()
 
     def _write_sidecar(self, values: list[int]) -> None:
+        """Write checksums and digests; unchanged tensors must have the digests of the source."""
         digests = {}
+        known = self.source_sums.digests if self.source_sums else {}
         for transfer, value in zip(self.plan.transfers, values, strict=True):
-            digests[transfer.name] = digest.finish(value, transfer.shape, transfer.want)
-            self._check_digest(transfer, digests[transfer.name])
+            found = digest.finish(value, transfer.shape, transfer.want)
+            expected = known.get(transfer.name, found)
+            if found != expected and self.plan.is_unchanged(transfer):
+                raise self.source.digest_damage(transfer, found, expected)
+            digests[transfer.name] = found
         sizes = {file.path: file.size for file in self.plan.output.files}
         sums = Checksums(self.recorder.finish(sizes), digests, self.identity)
         replace_file(self.place.data / SIDECAR, sums.to_bytes())
-
-    def _check_digest(self, transfer: Transfer, found: str) -> None:
-        """Compare what was copied with the digest in the source's checksums."""
-        expected = self.source_sums.digests.get(transfer.name) if self.source_sums else None
-        if expected is not None and self.plan.is_unchanged(transfer) and found != expected:
-            raise self.source.digest_damage(transfer, found, expected)
 
     def _checked_sums(self) -> Checksums | None:
         """The checksums that reads are compared with; None if digests of the output check all."""
@@ -289,21 +286,13 @@ class Builder:
         )
         return None if has_digests else sums
 
-    def _check_crcs(self, chunks: Iterable[Done]) -> None:
-        """Compare what all ranks and runs have read with the CRC-32 records of torch's files.
-
-        Bytes of a record that no output tensor needs are read now; no byte is read twice.
-        """
-        if self.source.crcs is not None:
-            for done in chunks:
-                self.source.crcs.add(done.crcs)
-            self.source.check_crcs()
-
     def _check_resumed(self) -> None:
         """Check files that an interrupted earlier run read only in part."""
-        sums = self._checked_sums() if self.resumed_bytes else None
-        for file in self.plan.catalog.files if sums is not None else ():
-            if sums is not None and file.path in sums.files:
+        sums = self._checked_sums()
+        if sums is None or not self.resumed_bytes:
+            return
+        for file in self.plan.catalog.files:
+            if file.path in sums.files:
                 self.source.count(self.source.checker.finish_file(self.storage, file.path))
 
     def _to_do(self, done: set[int]) -> Iterator[CopyChunk]:
@@ -323,14 +312,6 @@ class Builder:
                 raise UnfinishedError(
                     f"chunk {chunk.number} (of {quoted(name)}) is not done; continue with --resume"
                 )
-
-    def _check_source(self) -> None:
-        """Refuse an output whose source files changed meanwhile."""
-        if Stamp.of(self.plan.catalog, self.storage) != self.plan.stamp:
-            raise DamageError(
-                f"{self.storage.root} was changed while it was converted: nothing was published; "
-                "convert it again when no process writes to it"
-            )
 
     def num_chunks(self) -> int:
         """The number of chunks of all processes."""

@@ -37,7 +37,7 @@ from reshard.planning.names import (
 from reshard.rules.pattern import matching
 from reshard.text import count, quoted
 
-__all__ = ["Outline", "feeds_for", "left_over", "outlines_of", "rename_tensors"]
+__all__ = ["Outline", "feeds_for", "left_over", "outlines_of", "rename_tensors", "stored_outlines"]
 
 _ANYWHERE = Layout(Mesh(), "...")
 
@@ -51,6 +51,11 @@ class Outline:
 
     shape: tuple[int, ...]
     dtype: str
+
+
+def stored_outlines(catalog: Catalog) -> dict[str, Outline]:
+    """The tensors of a checkpoint."""
+    return {name: Outline(one.shape, one.dtype) for name, one in catalog.tensors.items()}
 
 
 def outlines_of(
@@ -143,7 +148,7 @@ def rename_tensors(catalog: Catalog, names: Names, drop: Sequence[str] = ()) -> 
 
     This verifies a conversion with names: the renamed source must equal the output bit by bit.
     """
-    have = {name: Outline(found.shape, found.dtype) for name, found in catalog.tensors.items()}
+    have = stored_outlines(catalog)
     outlines = outlines_of(have, names, drop)
     shapes = {name: outline.shape for name, outline in outlines.items()}
     tensors = {}

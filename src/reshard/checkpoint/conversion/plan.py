@@ -1,4 +1,4 @@
-"""The request and the plan of a conversion: all that is done, checked before a byte is copied.
+"""The plan of a conversion: all that is done, checked before a byte is copied.
 
 >>> base_of(["adapter_model.safetensors"], ()), base_of(["shard-1-model.safetensors"], ())
 ('adapter_model', 'model')
@@ -11,119 +11,33 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reshard.checkpoint.catalog import Catalog
-from reshard.checkpoint.conversion.layouts import LayoutRequest, notes_of, wanted_of
-from reshard.checkpoint.conversion.names import Outline, feeds_for, left_over, outlines_of
+from reshard.checkpoint.conversion.names import feeds_for, left_over, outlines_of, stored_outlines
+from reshard.checkpoint.conversion.request import LayoutRequest, Request, notes_of, wanted_of
 from reshard.checkpoint.formats.checks import is_distcp
 from reshard.checkpoint.formats.reader import config_of
 from reshard.checkpoint.formats.safetensors_writer import full, ranks, sharded
 from reshard.checkpoint.integrity.checksums import SIDECAR
-from reshard.checkpoint.journal import ALONE, Team
 from reshard.checkpoint.output import Output, Wanted, count_tensor_files
-from reshard.checkpoint.remote import RemoteTarget
 from reshard.checkpoint.storage import (
     COMMITTED,
     TENSOR_FILES,
     Storage,
     StoredFile,
-    plain_path,
 )
 from reshard.checkpoint.transfer.transfers import Transfer, source_tensors, transfer_of
-from reshard.checkpoint.transfer.windows import Budget
-from reshard.checkpoint.workplace import Workplace, check_places
 from reshard.errors import CheckpointError, SizeError
 from reshard.planning.names import Feed, Names, names_of
 from reshard.text import parse_bytes, quoted
 
-if TYPE_CHECKING:
-    from reshard.layout.layout import Layout
-    from reshard.layout.mesh import Mesh
-    from reshard.planning.names import Names
-    from reshard.rules import Rules
-
-__all__ = ["ConversionPlan", "Request", "Stamp", "plan_conversion"]
+__all__ = ["ConversionPlan", "Stamp", "plan_conversion"]
 
 FORMATS = ("full", "sharded", "distcp", "ranks")
-COPIERS = 4
-"""Copying threads, on any number of cores: some wait for the disk while others compute."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """The arguments of ``convert``, under the same names."""
-
-    src: Any
-    dst: Any
-    mesh: Mesh | str | None = None
-    rules: Rules | str | Path | None = None
-    layouts: Mapping[str, str | Layout] | None = None
-    fsdp: str | None = None
-    replicate: str | None = None
-    format: str | None = None
-    dtype: object = None
-    names: Names | None = None
-    drop: Sequence[str] = ()
-    source_mesh: Mesh | str | None = None
-    source_rules: Rules | str | Path | None = None
-    memory: int | str = "256MiB"
-    workers: int | None = None
-    checksums: bool = True
-    compare_replicas: bool = True
-    max_shard_size: int | str = "5GB"
-    resume: bool = False
-    overwrite: bool = False
-    dry_run: bool = False
-    progress: Callable[[int, int], None] | None = None
-    team: Team = ALONE
-
-    def __post_init__(self) -> None:
-        for name in ("src", "dst"):
-            object.__setattr__(self, name, plain_path(getattr(self, name)))
-        if self.workers is not None and not (isinstance(self.workers, int) and self.workers > 0):
-            raise CheckpointError(f"workers is {self.workers!r}: give a number of at least 1")
-
-    def layout_request(self) -> LayoutRequest:
-        """How the output tensors are sharded and cast."""
-        return LayoutRequest.of(
-            self.mesh, self.rules, self.layouts, self.dtype, self.fsdp, self.replicate
-        )
-
-    def budget(self, storage: Storage) -> Budget:
-        """The workers and windows that fit into the memory."""
-        if self.workers is None and not storage.is_local:
-            return Budget.for_reading(self.memory, storage)
-        return Budget.of(self.memory, self.workers or COPIERS)
-
-    @property
-    def remote(self) -> RemoteTarget | None:
-        """The destination, if it is reached through fsspec."""
-        return RemoteTarget(self.dst) if "://" in self.dst else None
-
-    def place(self) -> Workplace:
-        """The folder in which the output is built: beside a local destination.
-
-        That of a remote one is in the temporary folder, the same for each attempt.
-        """
-        path = Path(self.dst)
-        if "://" in self.dst:
-            name = hashlib.blake2b(self.dst.rstrip("/").encode(), digest_size=8).hexdigest()
-            path = Path(tempfile.gettempdir()) / f"reshard-{name}"
-        return Workplace.beside(path)
-
-    def check_destination(self, place: Workplace, files: Sequence[str]) -> tuple[str, ...]:
-        """Refuse a destination that cannot be written; the names of other files there, kept."""
-        remote = self.remote
-        if remote is not None:
-            remote.check_absent(self.src, self.overwrite or self.resume)
-            return ()
-        check_places(self.src, place.target)
-        return place.check_target(self.overwrite, files).kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,33 +147,42 @@ def plan_conversion(
         layouts.check_whole(format)
     else:
         layouts = layouts.with_config(storage)
-    have = {name: Outline(found.shape, found.dtype) for name, found in catalog.tensors.items()}
-    _check_any(catalog, have, f"{catalog.root} holds no tensors: there is nothing to convert")
+    have = stored_outlines(catalog)
+    if not have and not catalog.objects:
+        raise CheckpointError(f"{catalog.root} holds no tensors: there is nothing to convert")
     names = request.names
     if names is None:
         names = names_of(layouts.rules.names) if layouts.rules is not None else {}
-    outlines = outlines_of(have, names, request.drop)
-    _check_any(
-        catalog, outlines, f"all tensors of {catalog.root} are dropped: nothing is left to write"
-    )
-    wanted = wanted_of(outlines, layouts, is_whole)
+    made = outlines_of(have, names, request.drop)
+    if not made and not catalog.objects:
+        raise CheckpointError(
+            f"all tensors of {catalog.root} are dropped: nothing is left to write"
+        )
+    wanted = wanted_of(made, layouts, is_whole)
     output = _output(request, format, wanted, catalog, storage)
-    renamed = set[str]()
-    transfers = tuple(_transfers(catalog, output, have, names, renamed))
+    transfers, renamed = [], set[str]()
+    shapes = {name: tensor.shape for name, tensor in output.tensors.items()}
+    for name, feeds, zeros in feeds_for(shapes, have, names):
+        one, fed = output.tensors[name], source_tensors(catalog, feeds)
+        transfers.append(transfer_of(name, one.shape, one.dtype, fed, one.pieces, zeros))
+        if zeros or feeds != [Feed(name)]:
+            renamed.add(name)
     output, others = _with_others(output, catalog, format)
     left_out = (*output.left_out, *catalog.left_out, *left_over(have, names, request.drop))
     output = replace(output, left_out=left_out)
     stamp = Stamp.of(catalog, storage)
     fingerprint = _fingerprint(stamp.text, output, names, transfers)
-    notes = notes_of(wanted, outlines, layouts)
     return ConversionPlan(
-        catalog, format, output, transfers, others, fingerprint, stamp, notes, frozenset(renamed)
+        catalog,
+        format,
+        output,
+        tuple(transfers),
+        others,
+        fingerprint,
+        stamp,
+        notes_of(wanted, made, layouts),
+        frozenset(renamed),
     )
-
-
-def _check_any(catalog: Catalog, tensors: Mapping[str, Outline], problem: str) -> None:
-    if not tensors and not catalog.objects:
-        raise CheckpointError(problem)
 
 
 def _output(
@@ -281,7 +204,9 @@ def _output(
     metadata = {**catalog.metadata, **texts}
     match format:
         case "full":
-            output = full(wanted, metadata, size, _base(catalog, storage))
+            files, others = ([file.path for file in n] for n in (catalog.files, catalog.others))
+            config = config_of(storage) if "config.json" in others else None
+            output = full(wanted, metadata, size, base_of(files, others, config))
         case "sharded":
             meshes = (str(one.layout.mesh) for one in wanted.values() if one.layout)
             output = sharded(wanted, metadata, next(meshes, None))
@@ -314,11 +239,6 @@ def _distcp(wanted: Mapping[str, Wanted], catalog: Catalog) -> Output:
     return replace(output, left_out=tuple(lost))
 
 
-def _base(catalog: Catalog, storage: Storage) -> str:
-    files, others = ([file.path for file in some] for some in (catalog.files, catalog.others))
-    return base_of(files, others, config_of(storage) if "config.json" in others else None)
-
-
 def base_of(
     files: Collection[str], others: Collection[str], config: Mapping[str, Any] | None = None
 ) -> str:
@@ -333,25 +253,6 @@ def base_of(
     if "adapter_config.json" in others and "config.json" not in others:
         return "adapter_model"
     return "diffusion_pytorch_model" if "_diffusers_version" in (config or {}) else "model"
-
-
-def _transfers(
-    catalog: Catalog,
-    output: Output,
-    have: Mapping[str, Outline],
-    names: Names,
-    renamed: set[str],
-) -> list[Transfer]:
-    """One transfer for each output tensor; adds the tensors that names changes to ``renamed``."""
-    shapes = {name: tensor.shape for name, tensor in output.tensors.items()}
-    found = []
-    for name, feeds, zeros in feeds_for(shapes, have, names):
-        tensor = output.tensors[name]
-        if zeros or feeds != [Feed(name)]:
-            renamed.add(name)
-        fed = source_tensors(catalog, feeds)
-        found.append(transfer_of(name, tensor.shape, tensor.dtype, fed, tensor.pieces, zeros))
-    return found
 
 
 def _with_others(

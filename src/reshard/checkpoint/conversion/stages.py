@@ -9,16 +9,16 @@ An output is published only when it is complete; ``resume=True`` continues an in
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.checkpoint.conversion.build import Builder, begin, check_outside_tensors
-from reshard.checkpoint.conversion.plan import ConversionPlan, Request, plan_conversion
+from reshard.checkpoint.conversion.plan import ConversionPlan, plan_conversion
+from reshard.checkpoint.conversion.request import LayoutRequest, Request
 from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, read_catalog
 from reshard.checkpoint.integrity.checksums import SIDECAR, load_checksums
 from reshard.checkpoint.journal import ALONE, Team
@@ -34,7 +34,7 @@ from reshard.errors import (
     UnfinishedError,
     UnsupportedError,
 )
-from reshard.text import count, format_bytes, log, name_list, parse_bytes
+from reshard.text import Report, count, format_bytes, log, name_list, parse_bytes
 
 if TYPE_CHECKING:
     from reshard.layout.layout import Layout
@@ -46,7 +46,7 @@ __all__ = ["ConvertReport", "convert"]
 
 
 @dataclass(frozen=True, slots=True)
-class ConvertReport:
+class ConvertReport(Report):
     """The figures of a conversion, or of its dry run."""
 
     source: str
@@ -99,60 +99,35 @@ class ConvertReport:
         """The report as plain data."""
         rate = self.gb_per_second
         extra = {"amplification": round(self.amplification, 4), "gb_per_second": rate}
-        names = ("left_out", "left_alone", "notes")
-        lists = {name: list(getattr(self, name)) for name in names}
-        return {**asdict(self), **lists, **extra}
-
-    def to_json(self) -> str:
-        """The report as JSON text."""
-        return json.dumps(self.to_dict())
-
-    def _repr_html_(self) -> str:
-        """The report as a cell of a notebook."""
-        from reshard.show.page.notebook import text_cell
-
-        return text_cell(str(self))
+        return {**Report.to_dict(self), **extra}
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> list[str]:
         tensors = count(self.num_tensors, "tensor")
         if self.was_complete:
-            return [f"already complete: {self.target} has {tensors}, written by an earlier run"]
-        verb = "would write" if self.dry_run else "wrote"
+            return f"already complete: {self.target} has {tensors}, written by an earlier run"
+        others = f", and {self.num_others} without tensors" if self.num_others else ""
+        resumed = format_bytes(self.bytes_resumed)
+        resumed = f", and {resumed} by an earlier run" if self.bytes_resumed else ""
         lines = [
-            f"{verb} {tensors} to {self.target}",
-            f"  format   {self.format}, {self._files()}",
+            f"{'would write' if self.dry_run else 'wrote'} {tensors} to {self.target}",
+            f"  format   {self.format}, {count(self.num_files, 'file')}{others}",
             f"  read     {format_bytes(self.bytes_read)}, {self.amplification:.2f} x the tensors",
-            f"  written  {format_bytes(self.bytes_written)}{self._resumed()}",
+            f"  written  {format_bytes(self.bytes_written)}{resumed}",
             f"  memory   {format_bytes(self.memory)} in buffers, workers: {self.workers}",
         ]
         if self.dry_run:
             free = "unknown" if self.disk_free is None else format_bytes(self.disk_free)
             lines.append(f"  disk     {format_bytes(self.disk_needed)} needed, {free} free")
-        lines += self._time()
+        if self.seconds is not None:
+            rate = f", {self.gb_per_second:.2f} GB/s" if self.gb_per_second else ""
+            lines.append(f"  time     {self.seconds:.1f} s{rate}")
         if self.left_out:
             reason = "no place in this format, taken by no name, or no part of the source"
             lines.append(f"  left out {name_list(self.left_out)}: {reason}")
         if self.left_alone:
             reason = "no part of the checkpoint that is replaced"
             lines.append(f"  kept     {name_list(self.left_alone)}: {reason}")
-        return lines + [f"  note     {note}" for note in self.notes[:5]]
-
-    def _files(self) -> str:
-        others = f", and {self.num_others} without tensors" if self.num_others else ""
-        return count(self.num_files, "file") + others
-
-    def _resumed(self) -> str:
-        resumed = format_bytes(self.bytes_resumed)
-        return f", and {resumed} by an earlier run" if self.bytes_resumed else ""
-
-    def _time(self) -> list[str]:
-        if self.seconds is None:
-            return []
-        rate = f", {self.gb_per_second:.2f} GB/s" if self.gb_per_second else ""
-        return [f"  time     {self.seconds:.1f} s{rate}"]
+        return "\n".join([*lines, *(f"  note     {note}" for note in self.notes[:5])])
 
 
 def convert(
@@ -190,21 +165,16 @@ def convert(
     renames, joins, stacks or takes tensors, and ``drop`` leaves tensors out that no name takes.
     ``source_mesh`` and ``source_rules`` describe rank files that do not record their layout.
     """
-    report = _run(Request(**locals()))
-    log.info("convert %s: %s", src, str(report).partition("\n")[0])
-    return report
-
-
-def _run(request: Request) -> ConvertReport:
-    layouts = request.layout_request()
+    request = Request(**locals())
+    wanted = LayoutRequest.of(mesh, rules, layouts, dtype, fsdp, replicate)
     with open_storage(request.src) as storage:
         with collector_paused():
-            rules = as_rules(request.source_rules, storage)
-            catalog = read_catalog(storage, rules, as_mesh(request.source_mesh))
-            plan = plan_conversion(request, layouts, catalog, storage)
-        if request.dry_run:
-            return _dry_run(request, plan, storage)
-        return _convert(request, plan, storage)
+            known = as_rules(source_rules, storage)
+            catalog = read_catalog(storage, known, as_mesh(source_mesh))
+            plan = plan_conversion(request, wanted, catalog, storage)
+        report = (_dry_run if dry_run else _convert)(request, plan, storage)
+    log.info("convert %s: %s", src, str(report).partition("\n")[0])
+    return report
 
 
 def _dry_run(request: Request, plan: ConversionPlan, storage: Storage) -> ConvertReport:
@@ -263,11 +233,24 @@ def _agreed_budget(
 
 
 def _build(builder: Builder) -> tuple[str, ...]:
-    """Run all steps; the other ranks learn of a failure."""
+    """Prepare, copy, seal, publish; rank 0 does the first and the last two.
+
+    Returns the names of other files at the destination, which are kept. The other ranks learn of a
+    failure.
+    """
     team, place = builder.request.team, builder.place
     try:
         with named(place.folder):
-            return _steps(builder)
+            if team.leads:
+                builder.prepare()
+            builder.copy()
+            if team.leads:
+                if team.size > 1:
+                    team.wait_for_all(place, builder.num_chunks())
+                builder.seal()
+                return _publish(builder)
+            team.wait_for_publish(place)
+            return ()
     except BaseException as error:
         team.note_failure(place, error)
         match error:
@@ -280,27 +263,15 @@ def _build(builder: Builder) -> tuple[str, ...]:
         raise
 
 
-def _steps(builder: Builder) -> tuple[str, ...]:
-    """Prepare, copy, seal, publish; rank 0 does the first and the last two.
-
-    Returns the names of other files at the destination, which are kept.
-    """
-    team, place, remote = builder.request.team, builder.place, builder.request.remote
-    if team.leads:
-        builder.prepare()
-    builder.copy()
-    if not team.leads:
-        team.wait_for_publish(place)
-        return ()
-    if team.size > 1:
-        team.wait_for_all(place, builder.num_chunks())
-    builder.seal()
-    if remote is not None:
-        sidecar = [SIDECAR] if (place.data / SIDECAR).exists() else []
-        remote.upload(place.data, [*builder.plan.paths, *sidecar], builder.identity)
-        place.finish()
-        return ()
-    return place.publish(builder.request.overwrite, builder.plan.paths)
+def _publish(builder: Builder) -> tuple[str, ...]:
+    """Move the output to its destination; the names of other files there."""
+    place, remote, paths = builder.place, builder.request.remote, builder.plan.paths
+    if remote is None:
+        return place.publish(builder.request.overwrite, paths)
+    sidecar = [SIDECAR] if (place.data / SIDECAR).exists() else []
+    remote.upload(place.data, [*paths, *sidecar], builder.identity)
+    place.finish()
+    return ()
 
 
 def _is_complete(request: Request, plan: ConversionPlan, place: Workplace) -> bool:

@@ -1,4 +1,4 @@
-"""The layout and the dtype of every output tensor.
+"""The request of a conversion: the arguments of ``convert``, and what they say of each tensor.
 
 Layouts come from rules, or from the caller by name or pattern. The optimizer state of a parameter
 has the layout of that parameter, which is found by its name:
@@ -18,35 +18,110 @@ A change of dtype applies to parameters only, not to optimizer states:
 from __future__ import annotations
 
 import difflib
+import hashlib
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reshard.checkpoint.conversion.names import Outline
 from reshard.checkpoint.formats.reader import as_mesh, as_rules
+from reshard.checkpoint.journal import ALONE, Team
 from reshard.checkpoint.output import Wanted
-from reshard.checkpoint.storage import Storage
+from reshard.checkpoint.remote import RemoteTarget
+from reshard.checkpoint.storage import Storage, plain_path
+from reshard.checkpoint.transfer.windows import Budget
+from reshard.checkpoint.workplace import Workplace, check_places
 from reshard.dtypes import canonical_dtype, check_cast, is_float
-from reshard.errors import DtypeError, LayoutError, ReshardError, RulesError
+from reshard.errors import CheckpointError, DtypeError, LayoutError, ReshardError, RulesError
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.rules.pattern import matches, matching
 from reshard.text import quoted
 
 if TYPE_CHECKING:
+    from reshard.planning.names import Names
     from reshard.rules import Rules
 
-__all__ = ["LayoutRequest", "Parameters", "notes_of", "wanted_of"]
+__all__ = ["LayoutRequest", "Parameters", "Request", "notes_of", "wanted_of"]
 
+COPIERS = 4
+"""Copying threads, on any number of cores: some wait for the disk while others compute."""
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 """The dtypes that a dtype for all parameters casts; tensors of other dtypes are unchanged."""
 
 _OPTIMIZER = re.compile(r"optim(izer)?s?(_states?(_dict)?)?|opt_states?")
 _STATE = re.compile(r"states?")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The arguments of ``convert``, under the same names."""
+
+    src: Any
+    dst: Any
+    mesh: Mesh | str | None = None
+    rules: Rules | str | Path | None = None
+    layouts: Mapping[str, str | Layout] | None = None
+    fsdp: str | None = None
+    replicate: str | None = None
+    format: str | None = None
+    dtype: object = None
+    names: Names | None = None
+    drop: Sequence[str] = ()
+    source_mesh: Mesh | str | None = None
+    source_rules: Rules | str | Path | None = None
+    memory: int | str = "256MiB"
+    workers: int | None = None
+    checksums: bool = True
+    compare_replicas: bool = True
+    max_shard_size: int | str = "5GB"
+    resume: bool = False
+    overwrite: bool = False
+    dry_run: bool = False
+    progress: Callable[[int, int], None] | None = None
+    team: Team = ALONE
+
+    def __post_init__(self) -> None:
+        for name in ("src", "dst"):
+            object.__setattr__(self, name, plain_path(getattr(self, name)))
+        if self.workers is not None and not (isinstance(self.workers, int) and self.workers > 0):
+            raise CheckpointError(f"workers is {self.workers!r}: give a number of at least 1")
+
+    def budget(self, storage: Storage) -> Budget:
+        """The workers and windows that fit into the memory."""
+        if self.workers is None and not storage.is_local:
+            return Budget.for_reading(self.memory, storage)
+        return Budget.of(self.memory, self.workers or COPIERS)
+
+    @property
+    def remote(self) -> RemoteTarget | None:
+        """The destination, if it is reached through fsspec."""
+        return RemoteTarget(self.dst) if "://" in self.dst else None
+
+    def place(self) -> Workplace:
+        """The folder in which the output is built: beside a local destination.
+
+        That of a remote one is in the temporary folder, the same for each attempt.
+        """
+        path = Path(self.dst)
+        if "://" in self.dst:
+            name = hashlib.blake2b(self.dst.rstrip("/").encode(), digest_size=8).hexdigest()
+            path = Path(tempfile.gettempdir()) / f"reshard-{name}"
+        return Workplace.beside(path)
+
+    def check_destination(self, place: Workplace, files: Sequence[str]) -> tuple[str, ...]:
+        """Refuse a destination that cannot be written; the names of other files there, kept."""
+        remote = self.remote
+        if remote is not None:
+            remote.check_absent(self.src, self.overwrite or self.resume)
+            return ()
+        check_places(self.src, place.target)
+        return place.check_target(self.overwrite, files).kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,14 +246,7 @@ def wanted_of(
 ) -> dict[str, Wanted]:
     """Every output tensor with its dtype and, unless it is whole, its layout."""
     layouts = {} if whole else _layouts(outlines, request)
-    parameters = Parameters({name: outline.shape for name, outline in outlines.items()})
-    keys: Mapping[str, str | None] = {}
-    if isinstance(request.dtype, Mapping):
-        keys = _overrides("dtype", request.dtype, outlines)
-    dtypes = {
-        name: _dtype(name, outline, request.dtype, keys.get(name), parameters)
-        for name, outline in outlines.items()
-    }
+    dtypes = _dtypes(outlines, request.dtype)
     return {
         name: Wanted(outline.shape, dtypes[name], layouts.get(name))
         for name, outline in outlines.items()
@@ -210,6 +278,7 @@ def notes_of(
 
 
 def _layouts(outlines: Mapping[str, Outline], request: LayoutRequest) -> dict[str, Layout]:
+    """The layout of every tensor: chosen by name, by the rules, or that of its parameter."""
     keys = _overrides("layout", request.layouts, outlines)
     parsed: dict[str, Layout] = {}
     found = {
@@ -222,17 +291,30 @@ def _layouts(outlines: Mapping[str, Outline], request: LayoutRequest) -> dict[st
     unmatched: dict[str, ReshardError] = {}
     for name in open_names:
         try:
-            found[name] = _by_rules(name, outlines[name], rules, request)
+            if rules is None:
+                raise RulesError(f"no layout for {quoted(name)}: add it to layouts, or give rules")
+            found[name] = rules.layout(name, request.mesh, outlines[name].shape)
         except RulesError as error:
             unmatched[name] = error
     parameters = Parameters({name: outlines[name].shape for name in found})
     for name, unknown in unmatched.items():
-        found[name] = _following(name, outlines[name], parameters, found, request, unknown)
+        leader = parameters.followed_by(name, outlines[name].shape)
+        if leader is not None:
+            found[name] = found[leader]
+        elif prod(outlines[name].shape) <= 1:  # a single element is whole
+            some = next(iter(found.values()), None)
+            mesh = some.mesh if some is not None else request.mesh or Mesh()
+            found[name] = Layout(mesh, "...")
+        else:
+            raise unknown
     checked: set[tuple[Layout, tuple[int, ...]]] = set()
     for name, layout in found.items():
         pair = layout, outlines[name].shape
         if pair not in checked:
-            _check(name, outlines[name], layout)
+            try:
+                layout.dims(outlines[name].shape)
+            except LayoutError as error:
+                raise LayoutError(f"tensor {quoted(name)}: {error}") from None
             checked.add(pair)
     if rules is not None and open_names:
         rules.check_axes(found.values(), request.mesh)
@@ -244,7 +326,10 @@ def _overrides(what: str, keys: Collection[str], names: Iterable[str]) -> dict[s
 
     A name or pattern that decides no tensor is an error: misspelt, or hidden by an earlier one.
     """
-    found = {name: _override(name, keys) for name in names}
+    found: dict[str, str | None] = {
+        name: name if name in keys else next((key for key in keys if matches(key, name)), None)
+        for name in names
+    }
     deciding = set(found.values())
     for key in (key for key in keys if key not in deciding):
         hidden = next(iter(matching(key, names)), None)
@@ -260,12 +345,6 @@ def _overrides(what: str, keys: Collection[str], names: Iterable[str]) -> dict[s
             f"{what} {quoted(key)} matches no tensor: write a name or pattern such as {nearest}"
         )
     return found
-
-
-def _override(name: str, keys: Collection[str]) -> str | None:
-    if name in keys:
-        return name
-    return next((key for key in keys if matches(key, name)), None)
 
 
 def _chosen(
@@ -288,53 +367,18 @@ def _chosen(
     return parsed[text]
 
 
-def _by_rules(name: str, outline: Outline, rules: Rules | None, request: LayoutRequest) -> Layout:
-    if rules is None:
-        raise RulesError(f"no layout for {quoted(name)}: add it to layouts, or give rules")
-    return rules.layout(name, request.mesh, outline.shape)
-
-
-def _following(
-    name: str,
-    outline: Outline,
-    parameters: Parameters,
-    found: Mapping[str, Layout],
-    request: LayoutRequest,
-    error: ReshardError,
-) -> Layout:
-    """The layout of the parameter that a state belongs to; a single element is whole."""
-    leader = parameters.followed_by(name, outline.shape)
-    if leader is not None:
-        return found[leader]
-    if prod(outline.shape) <= 1:
-        some = next(iter(found.values()), None)
-        mesh = some.mesh if some is not None else request.mesh or Mesh()
-        return Layout(mesh, "...")
-    raise error
-
-
-def _check(name: str, outline: Outline, layout: Layout) -> None:
-    try:
-        layout.dims(outline.shape)
-    except LayoutError as error:
-        raise LayoutError(f"tensor {quoted(name)}: {error}") from None
-
-
-def _dtype(
-    name: str,
-    outline: Outline,
-    request: str | Mapping[str, str] | None,
-    key: str | None,
-    parameters: Parameters,
-) -> str:
-    """The dtype of an output tensor; optimizer states are cast only by name."""
-    match request:
-        case str() as dtype:
-            is_cast = outline.dtype in FLOATS and not parameters.is_state(name)
-            want = dtype if is_cast else outline.dtype
-        case None:
-            return outline.dtype
-        case patterns:
-            want = outline.dtype if key is None else canonical_dtype(patterns[key])
-    check_cast(outline.dtype, want, f"tensor {quoted(name)}")
-    return want
+def _dtypes(
+    outlines: Mapping[str, Outline], request: str | Mapping[str, str] | None
+) -> dict[str, str]:
+    """The dtype of every output tensor; optimizer states are cast only by name."""
+    found = {name: outline.dtype for name, outline in outlines.items()}
+    if isinstance(request, str):
+        parameters = Parameters({name: outline.shape for name, outline in outlines.items()})
+        floats = [name for name, dtype in found.items() if dtype in FLOATS]
+        found |= {name: request for name in floats if not parameters.is_state(name)}
+    elif request is not None:
+        for name, key in _overrides("dtype", request, outlines).items():
+            found[name] = found[name] if key is None else canonical_dtype(request[key])
+    for name, want in found.items():
+        check_cast(outlines[name].dtype, want, f"tensor {quoted(name)}")
+    return found
