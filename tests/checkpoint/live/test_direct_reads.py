@@ -17,8 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import reshard as rs
 from reshard import checkpoint
 from reshard.checkpoint.live import loading, shared_reads
-from reshard.checkpoint.live.direct_reads import MappedFiles
-from reshard.checkpoint.live.read_shares import is_partition
+from reshard.checkpoint.live.read_shares import MappedFiles, is_partition
 from reshard.checkpoint.storage import LocalStorage
 from reshard.errors import DamageError
 from reshard.layout.boxlist import listed_of

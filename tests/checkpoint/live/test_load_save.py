@@ -34,9 +34,8 @@ from reshard import checkpoint, sharded
 from reshard.checkpoint.catalog import StoredPiece
 from reshard.checkpoint.integrity.checksums import SIDECAR
 from reshard.checkpoint.live import write_shares
-from reshard.checkpoint.live.direct_reads import MappedFiles
 from reshard.checkpoint.live.entries import entries_of
-from reshard.checkpoint.live.read_shares import Limits, ReadRequest, batches_of
+from reshard.checkpoint.live.read_shares import Limits, MappedFiles, ReadRequest, batches_of
 from reshard.checkpoint.output_files import OutputFiles
 from reshard.checkpoint.piece_table import PieceTable
 from reshard.checkpoint.storage import LocalStorage

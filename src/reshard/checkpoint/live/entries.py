@@ -1,22 +1,41 @@
-"""The entries of a state dict by name, and views of this rank's part of each tensor."""
+"""The tensors of a job: the entries of a state dict, matched with those of a checkpoint.
+
+Names, shapes, dtypes and ties must match. The first rank reads the headers of the checkpoint and
+sends the others a summary as JSON.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from reshard.errors import ReshardError, TensorError
+from reshard.checkpoint.catalog import Catalog, Crc, StoredPiece, StoredTensor
+from reshard.checkpoint.integrity.crcs import Crcs
+from reshard.checkpoint.storage import StoredFile
+from reshard.dtypes import check_cast
+from reshard.errors import (
+    CheckpointError,
+    DisagreementError,
+    NamesError,
+    ReshardError,
+    TensorError,
+)
 from reshard.layout.box import Box, Piece
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.spec import TensorSpec
 from reshard.tensors.local import box_view, parts_of, piece_view, spec_of
-from reshard.text import quoted
+from reshard.text import and_more, quoted
 
-__all__ = ["Entries", "Held", "Memory", "RankBoxes", "View", "entries_of", "part_of"]
+__all__ = [
+    "CatalogSummary", "Entries", "Held", "Match", "Memory", "RankBoxes", "Strict", "View",
+    "entries_of", "match_tensors", "part_of",
+]  # fmt: skip
 
 MAX_DEPTH = 64
 """A dict that is nested deeper is taken to contain itself."""
@@ -26,6 +45,16 @@ Keys = tuple[str | int, ...]
 
 View = tuple[Box, torch.Tensor]
 """A box of a tensor, and the memory that holds it."""
+
+Strict = bool | Literal["exact"]
+
+MOST_NAMED = 5
+MOST_COMPARED = 10_000
+"""The most names that are compared to find the nearest; each takes 20 microseconds."""
+LEAST_LETTERS = 4
+"""In parts of a name with fewer letters, one changed letter makes another name, not a typo."""
+
+_DIGITS = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +67,6 @@ class Memory:
     """Groups of two or more names for the same memory."""
     empty: frozenset[str]
     """Tensors without an element on this rank."""
-
-    def other_names(self, name: str) -> set[str]:
-        """The other names for a tensor's memory."""
-        return {other for group in self.groups if name in group for other in group} - {name}
 
     def has_as_one(self, one: str, two: str) -> bool:
         """Whether two tensors share their memory here, or the rank has no element of either."""
@@ -122,7 +147,11 @@ def _walk(keys: Keys, value: Any) -> Iterator[tuple[Keys, Any]]:
         raise TensorError(f"{quoted(keys[0])} is nested more than {MAX_DEPTH} deep: flatten it")
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _walk((*keys, _checked(key)), inner)
+            if not isinstance(key, str | int):
+                raise TensorError(
+                    f"the key {quoted(key)} is a {type(key).__name__}: names are strings or numbers"
+                )
+            yield from _walk((*keys, str(key)), inner)
     elif isinstance(value, list | tuple) and _has_tensors(value, len(keys)):
         for at, inner in enumerate(value):
             yield from _walk((*keys, at), inner)
@@ -136,14 +165,6 @@ def _has_tensors(value: Any, depth: int) -> bool:
         return True
     inside = value if isinstance(value, list | tuple) else ()
     return any(_has_tensors(one, depth + 1) for one in inside)
-
-
-def _checked(key: object) -> str:
-    if not isinstance(key, str | int):
-        raise TensorError(
-            f"the key {quoted(key)} is a {type(key).__name__}: names are strings or numbers"
-        )
-    return str(key)
 
 
 def _held(name: str, tensor: torch.Tensor) -> Held:
@@ -175,12 +196,11 @@ class RankBoxes:
         """The boxes of every rank in ascending order, without ranks that have none."""
         key = layout, shape
         if key not in self._boxes:
-            held = {rank: self._held(layout, rank, shape) for rank in layout.ranks}
-            self._boxes[key] = {
-                rank: tuple(sorted(piece.box for piece in pieces))
-                for rank, pieces in held.items()
-                if pieces
+            held = {
+                rank: tuple(sorted(piece.box for piece in self._held(layout, rank, shape)))
+                for rank in layout.ranks
             }
+            self._boxes[key] = {rank: boxes for rank, boxes in held.items() if boxes}
         return self._boxes[key]
 
     def _held(self, layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[Piece, ...]:
@@ -211,3 +231,216 @@ def part_of(view: View, box: Box) -> torch.Tensor:
     """The part of a view that is in a box."""
     outer, tensor = view
     return box_view(tensor, outer, box)
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogSummary:
+    """The part of a catalog that a load needs."""
+
+    catalog: Catalog
+    unwanted: tuple[str, ...] = ()
+    """Names of tensors that are not loaded."""
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """The digests of tensors in the checksums of the checkpoint."""
+
+    def about(self, names: Collection[str]) -> CatalogSummary:
+        """The summary of these tensors only."""
+        catalog = self.catalog
+        wanted = {name: one for name, one in catalog.tensors.items() if name in names}
+        crcs: Sequence[Crc] = ()
+        if catalog.crcs:  # those with bytes of these tensors
+            records = Crcs(catalog.crcs)
+            spans = ((p.file, *p.span(t.dtype)) for t in wanted.values() for p in t.pieces)
+            crcs = records.chosen({which for span in spans for which in records.touching(*span)})
+        root, format, files, notes = catalog.root, catalog.format, catalog.files, catalog.notes
+        part = Catalog(root, format, files, wanted, crcs=tuple(crcs), notes=notes)
+        known = {name: self.digests[name] for name in wanted if name in self.digests}
+        return CatalogSummary(part, tuple(sorted(catalog.tensors.keys() - wanted.keys())), known)
+
+    def joined(self, copies: Mapping[str, Sequence[str]]) -> CatalogSummary:
+        """The summary with the pieces of the copies of tensors added to them, as replicas."""
+        tensors = dict(self.catalog.tensors)
+        for name, others in copies.items():
+            pieces = (piece for one in (name, *others) for piece in tensors[one].pieces)
+            tensors[name] = replace(tensors[name], pieces=tuple(dict.fromkeys(pieces)))
+        return replace(self, catalog=replace(self.catalog, tensors=tensors))
+
+    def to_data(self) -> dict[str, Any]:
+        """The summary as JSON data."""
+        return {
+            "root": self.catalog.root,
+            "format": self.catalog.format,
+            "files": [[file.path, file.size] for file in self.catalog.files],
+            "tensors": [_tensor_data(tensor) for tensor in self.catalog.tensors.values()],
+            "notes": list(self.catalog.notes),
+            "digests": dict(self.digests),
+            "crcs": [list(crc) for crc in self.catalog.crcs],
+        }
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> CatalogSummary:
+        """Read what ``to_data`` wrote."""
+        files = tuple(StoredFile(path, size) for path, size in data["files"])
+        tensors = {
+            name: StoredTensor(name, tuple(shape), dtype, tuple(_piece(*row) for row in rows))
+            for name, shape, dtype, rows in data["tensors"]
+        }
+        notes = tuple(data["notes"])
+        crcs = tuple(Crc(*one) for one in data["crcs"])
+        catalog = Catalog(data["root"], data["format"], files, tensors, crcs=crcs, notes=notes)
+        return cls(catalog, digests=data["digests"])
+
+
+def _tensor_data(tensor: StoredTensor) -> list[Any]:
+    rows = [[p.box.start, p.box.stop, p.file, p.offset, p.strides] for p in tensor.pieces]
+    return [tensor.name, tensor.shape, tensor.dtype, rows]
+
+
+def _piece(
+    start: list[int], stop: list[int], file: int, offset: int, strides: list[int]
+) -> StoredPiece:
+    return StoredPiece(Box(tuple(start), tuple(stop)), file, offset, tuple(strides))
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What is loaded from a checkpoint into the tensors of a job."""
+
+    chosen: Mapping[str, TensorSpec]
+    missing: tuple[str, ...]
+    """Names that the checkpoint lacks and that are not tied to one that it has."""
+    tied: tuple[str, ...]
+    """Names whose memory is filled under another name."""
+    copies: Mapping[str, Sequence[str]]
+    """The tied names that the checkpoint has too, by the name that is loaded: they share memory in
+    the job, and must be equal in the checkpoint.
+    """
+
+
+def match_tensors(
+    want: Mapping[str, TensorSpec],
+    summary: CatalogSummary,
+    memories: Mapping[int, Memory],
+    strict: Strict,
+    cast: bool,
+) -> Match:
+    """What is loaded; names, shapes and dtypes that do not match raise errors."""
+    stored = summary.catalog.tensors
+    chosen = {name: spec for name, spec in want.items() if name in stored}
+    absent = [name for name in want if name not in stored]
+    tied = tuple(name for name in absent if _is_tied(name, chosen, memories))
+    missing = [name for name in absent if name not in set(tied)]
+    root, unwanted = summary.catalog.root, summary.unwanted
+    misspelt = dict(_misspelt(missing, unwanted))
+    if missing and (strict or misspelt):
+        raise _lacking(root, [*misspelt] if not strict else missing, misspelt, unwanted)
+    if strict == "exact" and unwanted:
+        names = and_more([*map(quoted, unwanted)], MOST_NAMED)
+        raise NamesError(
+            f"{root} holds {names}, which the state dict lacks: strict=True loads without"
+        )
+    for name, spec in chosen.items():
+        _check_one(name, spec, summary, cast)
+    copies = _copies(chosen, memories)
+    for name, others in copies.items():
+        for other in others:
+            # Tied tensors that are not known to differ are compared when they are read.
+            dtypes = {stored[name].dtype, stored[other].dtype}
+            if len(dtypes) > 1 or summary.digests.get(name) != summary.digests.get(other):
+                raise CheckpointError(
+                    f"tensors {quoted(name)} and {quoted(other)} are one memory in the state dict "
+                    f"and differ in {root}: untie them, or leave one of them out"
+                )
+            del chosen[other]
+    tied = (*tied, *(other for others in copies.values() for other in others))
+    return Match(chosen, tuple(sorted(missing)), tied, copies)
+
+
+def _is_tied(name: str, chosen: Mapping[str, TensorSpec], memories: Mapping[int, Memory]) -> bool:
+    """Whether all of a tensor's memory is filled under another name, on every rank that has it."""
+    others: set[str] | None = None
+    for memory in memories.values():
+        if name in memory.names and name not in memory.empty:
+            same = {other for group in memory.groups if name in group for other in group}
+            others = same if others is None else others & same
+    return bool(others and others & chosen.keys())  # the name itself is absent there
+
+
+def _copies(
+    chosen: Mapping[str, TensorSpec], memories: Mapping[int, Memory]
+) -> dict[str, list[str]]:
+    """Names that share memory, by the first of them; all ranks must agree."""
+    copies: dict[str, list[str]] = {}
+    groups = dict.fromkeys(group for memory in memories.values() for group in memory.groups)
+    for group in groups:
+        first, *others = sorted(group & chosen.keys()) or [""]
+        for other in others:
+            apart = [r for r, memory in memories.items() if not memory.has_as_one(first, other)]
+            if apart:
+                raise DisagreementError(
+                    f"{quoted(first)} and {quoted(other)} are one memory on some ranks and two on "
+                    f"rank {apart[0]}: tie them on all ranks, or on none"
+                )
+            if other not in copies.setdefault(first, []):
+                copies[first].append(other)
+    return {first: others for first, others in copies.items() if others}
+
+
+def _misspelt(missing: Sequence[str], unwanted: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Names that the checkpoint lacks, each with an unused name that differs by one typo."""
+    by_digits: dict[tuple[str, ...], list[str]] = {}
+    for name in unwanted if missing else ():
+        by_digits.setdefault(tuple(_DIGITS.findall(name)), []).append(name)
+    for name in missing:
+        alike = by_digits.get(tuple(_DIGITS.findall(name)), ())
+        yield from [(name, other) for other in alike if _is_typo(name, other)][:1]
+
+
+def _is_typo(one: str, two: str) -> bool:
+    """Whether names differ by one letter added, removed or changed, or by two swapped letters.
+
+    >>> _is_typo("lm_head.weight", "lm_haed.weight"), _is_typo("a.q.weight", "a.k.weight")
+    (True, False)
+    """
+    if abs(len(one) - len(two)) > 1:
+        return False
+    pairs = enumerate(zip(one, two, strict=False))
+    first = next((at for at, (a, b) in pairs if a != b), min(len(one), len(two)))
+    rest, other = one[first:], two[first:]
+    swapped = rest[:2] == other[1::-1] and rest[2:] == other[2:] and len(rest) > 1
+    if not (rest[1:] == other[1:] or rest[1:] == other or rest == other[1:] or swapped):
+        return False
+    start, stop = one.rfind(".", 0, first) + 1, one.find(".", first)
+    return len(one[start : stop if stop >= 0 else None]) >= LEAST_LETTERS
+
+
+def _lacking(
+    root: str, missing: Sequence[str], misspelt: Mapping[str, str], unwanted: Sequence[str]
+) -> NamesError:
+    """The error for names that the checkpoint lacks, with the nearest name of the same numbers."""
+    hints = []
+    for name in missing[:MOST_NAMED]:
+        digits = _DIGITS.findall(name)
+        alike = [other for other in unwanted if _DIGITS.findall(other) == digits]
+        known = [misspelt[name]] if name in misspelt else []
+        near = known or get_close_matches(name, alike[:MOST_COMPARED], n=1)
+        hints.append(f"{quoted(name)} ({quoted(near[0])} is near)" if near else quoted(name))
+    advice = "rename it in the state dict" if misspelt else "strict=False loads the rest"
+    hints += missing[MOST_NAMED:]  # only counted
+    return NamesError(f"{root} lacks {and_more(hints, MOST_NAMED)}: {advice}")
+
+
+def _check_one(name: str, spec: TensorSpec, summary: CatalogSummary, cast: bool) -> None:
+    have, root = summary.catalog.tensors[name], summary.catalog.root
+    if have.shape != spec.shape:
+        raise CheckpointError(
+            f"tensor {quoted(name)} has shape {have.shape} in {root} and {spec.shape} in the state "
+            "dict: is it of another model, or a shard? A plain tensor counts as the whole tensor; "
+            "give shards as DTensors or ShardedTensors"
+        )
+    if have.dtype != spec.dtype and not cast:
+        raise CheckpointError(
+            f"tensor {quoted(name)} is {have.dtype} in {root} and {spec.dtype} in the state dict: "
+            "cast=True rounds while loading"
+        )
+    check_cast(have.dtype, spec.dtype, f"tensor {quoted(name)} of {root}")

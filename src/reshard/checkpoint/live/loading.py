@@ -8,12 +8,11 @@ The ranks share the reading of the rest, and send each other what they have read
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,10 +22,23 @@ from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import Checksums, load_checksums
 from reshard.checkpoint.integrity.crcs import Crcs, Part, crcs_of
 from reshard.checkpoint.journal import boot_id
-from reshard.checkpoint.live.direct_reads import DirectReader, split_requests
-from reshard.checkpoint.live.entries import Entries, Memory, entries_of
-from reshard.checkpoint.live.match import CatalogSummary, Match, Strict, check_strict, match_tensors
-from reshard.checkpoint.live.read_shares import Batch, Limits, ReadRequest, batches_of
+from reshard.checkpoint.live.entries import (
+    CatalogSummary,
+    Entries,
+    Match,
+    Memory,
+    Strict,
+    entries_of,
+    match_tensors,
+)
+from reshard.checkpoint.live.read_shares import (
+    Batch,
+    DirectReader,
+    Limits,
+    ReadRequest,
+    batches_of,
+    split_requests,
+)
 from reshard.checkpoint.live.shared_reads import (
     CrcRecords,
     Scatter,
@@ -44,7 +56,7 @@ from reshard.layout.spec import TensorSpec
 from reshard.sharded.groups import Group
 from reshard.tensors.agreement import Agreement
 from reshard.tensors.exchanging import merge_specs, specs_from_texts, specs_to_text
-from reshard.text import count, format_bytes, log, name_list, parse_bytes
+from reshard.text import Report, count, format_bytes, log, name_list, parse_bytes, quoted
 
 if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh
@@ -56,7 +68,7 @@ SMALLEST_MEMORY = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class LoadReport:
+class LoadReport(Report):
     """The figures of a load; bytes are those of all ranks together."""
 
     source: str
@@ -86,15 +98,9 @@ class LoadReport:
         """Bytes read per byte needed."""
         return self.bytes_read / self.unique_bytes if self.unique_bytes else 1.0
 
-    def to_json(self) -> str:
-        """The report as JSON text."""
-        return json.dumps({**asdict(self), "amplification": round(self.amplification, 4)})
-
-    def _repr_html_(self) -> str:
-        """The report as a cell of a notebook."""
-        from reshard.show.page.notebook import text_cell
-
-        return text_cell(str(self))
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return {**Report.to_dict(self), "amplification": round(self.amplification, 4)}
 
     def __str__(self) -> str:
         read = f"{format_bytes(self.bytes_read)}, {self.amplification:.2f} x what is needed"
@@ -147,9 +153,9 @@ def load(
     began = time.monotonic()
     agreement = Agreement(group, "loading a checkpoint", timeout, CheckpointError)
     with ExitStack() as stack:
-        here = _Here(agreement, into, options, stack)
-        agreed = here.agree(lambda storage: _survey(storage, rules, mesh, check, here))
-        loading = _Loading.of(here, agreed, options)
+        here = _Here(agreement, options, stack)
+        agreed = here.agree(into, rules, mesh)
+        loading = _Loading.of(here, agreed)
         loading.read()
     report = loading.report(time.monotonic() - began)
     log.info("load %s: %s", path, str(report).partition("\n")[0])
@@ -184,7 +190,6 @@ class _Here:
     """What this rank has, before it knows of the others."""
 
     agreement: Agreement
-    into: Mapping[Any, Any]
     options: Mapping[str, Any]
     stack: ExitStack
     """Closes the files."""
@@ -193,7 +198,12 @@ class _Here:
     checksums: Checksums | None = None
     """The checksums of the checkpoint, on the first rank."""
 
-    def agree(self, survey: Callable[[Storage], CatalogSummary]) -> _Agreed:
+    def agree(
+        self,
+        into: Mapping[Any, Any],
+        rules: Rules | str | Path | None,
+        mesh: Mesh | str | None,
+    ) -> _Agreed:
         """Gather the tensors of all ranks and the contents of the checkpoint, in one agreement.
 
         A load without an exchange has only two: this one, and one at its end.
@@ -201,11 +211,15 @@ class _Here:
 
         def describe() -> list[Any]:
             _share_of(self.options["memory"])
-            check_strict(self.options["strict"])
-            self.entries = entries_of(self.into)
+            strict = self.options["strict"]
+            if strict not in (True, False, "exact"):
+                raise CheckpointError(
+                    f'strict={quoted(strict)} is not known: use True, False or "exact"'
+                )
+            self.entries = entries_of(into)
             text = specs_to_text(self.entries.specs())
             self.storage = self.stack.enter_context(open_storage(self.options["path"]))
-            found = survey(self.storage).to_data() if self.agreement.is_first else None
+            found = self._survey(rules, mesh) if self.agreement.is_first else None
             return [text, self.options, self.entries.memory().to_data(), boot_id(), found]
 
         answers = self.agreement.run(describe)
@@ -219,19 +233,14 @@ class _Here:
         summary = CatalogSummary.from_data(first[4]).about(specs)
         return _Agreed(specs, memories, summary, [one[3] for one in answers.values()])
 
-
-def _survey(
-    storage: Storage,
-    rules: Rules | str | Path | None,
-    mesh: Mesh | str | None,
-    check: bool,
-    here: _Here,
-) -> CatalogSummary:
-    """What the first rank finds in the checkpoint; it keeps the checksums."""
-    here.checksums = sums = load_checksums(storage) if check else None
-    catalog = read_catalog(storage, as_rules(rules, storage), as_mesh(mesh))
-    crcs = crcs_of(storage, replace(catalog, objects={}), sums) if check else ()
-    return CatalogSummary(replace(catalog, crcs=crcs), (), sums.digests if sums else {})
+    def _survey(self, rules: Rules | str | Path | None, mesh: Mesh | str | None) -> dict[str, Any]:
+        """What the first rank finds in the checkpoint; it keeps the checksums."""
+        check, storage = self.options["check"], self.storage
+        self.checksums = sums = load_checksums(storage) if check else None
+        catalog = read_catalog(storage, as_rules(rules, storage), as_mesh(mesh))
+        crcs = crcs_of(storage, replace(catalog, objects={}), sums) if check else ()
+        digests = sums.digests if sums else {}
+        return CatalogSummary(replace(catalog, crcs=crcs), (), digests).to_data()
 
 
 def _request(
@@ -241,20 +250,18 @@ def _request(
 
     Replicas are left out if they are not compared: a digest checks the chosen pieces better.
     """
-    stored = summary.catalog.tensors[name]
-    is_compared = compare_replicas and name not in summary.digests
-    transfer = Transfer.of_read(stored, spec.dtype, with_replicas=is_compared)
-    is_whole = name in summary.digests or bool(summary.catalog.crcs)
-    return ReadRequest(transfer, spec.layout, is_whole)
+    has_digest = name in summary.digests
+    is_compared = compare_replicas and not has_digest
+    transfer = Transfer.of_read(summary.catalog.tensors[name], spec.dtype, is_compared)
+    return ReadRequest(transfer, spec.layout, has_digest or bool(summary.catalog.crcs))
 
 
 @dataclass(slots=True)
 class _Loading:
     """A load in progress."""
 
+    here: _Here
     agreement: Agreement
-    entries: Entries
-    memory: int | str
     match: Match
     summary: CatalogSummary
     hosts: list[str]
@@ -268,27 +275,25 @@ class _Loading:
     _done: int = 0
 
     @classmethod
-    def of(cls, here: _Here, agreed: _Agreed, options: Mapping[str, Any]) -> _Loading:
+    def of(cls, here: _Here, agreed: _Agreed) -> _Loading:
         """Match the tensors with the checkpoint; nothing is read yet."""
+        agreement, options = here.agreement, here.options
         match = match_tensors(
             agreed.specs, agreed.summary, agreed.memories, options["strict"], options["cast"]
         )
-        summary, memory = agreed.summary.joined(match.copies), options["memory"]
+        summary = agreed.summary.joined(match.copies)
         requests = {
             name: _request(summary, spec, name, options["compare_replicas"])
             for name, spec in match.chosen.items()
         }
-        agreement, crcs = here.agreement, Crcs(summary.catalog.crcs)
-        source = Source(
-            here.storage, summary.catalog, here.checksums, crcs=crcs if len(crcs) else None
-        )
+        crcs = Crcs(summary.catalog.crcs)
+        known = crcs if len(crcs) else None
+        source = Source(here.storage, summary.catalog, here.checksums, crcs=known)
         reader = ShareReader(source, requests, agreement.rank, summary.digests)
-        share = parse_bytes(memory) // 4
+        share = parse_bytes(options["memory"]) // 4
         scatter = Scatter(agreement, requests, match.chosen, here.entries.held, share)
-        return cls(
-            agreement, here.entries, memory, match, summary, agreed.hosts, source, reader, scatter,
-            CrcRecords(crcs, requests),
-        )  # fmt: skip
+        records = CrcRecords(crcs, requests)
+        return cls(here, agreement, match, summary, agreed.hosts, source, reader, scatter, records)
 
     def read(self) -> None:
         """Read everything into the tensors."""
@@ -297,7 +302,8 @@ class _Loading:
         small, large = (shared, {}) if are_small(shared) else ({}, shared)
         self._read_own(own, small)
         ranks = self.agreement.ranks
-        for batch in batches_of(large, ranks, Limits.of(_share_of(self.memory), len(ranks))):
+        limits = Limits.of(_share_of(self.here.options["memory"]), len(ranks))
+        for batch in batches_of(large, ranks, limits):
             self._read_batch(batch)
 
     def _read_own(self, own: Mapping[str, ReadRequest], small: Mapping[str, ReadRequest]) -> None:
@@ -341,7 +347,13 @@ class _Loading:
             self.bytes_read = sum(one["bytes"] for one in answers) + gaps
             self.scatter.move(batch, found)
         except ReshardError as error:
-            raise self._with_progress(error) from error.__cause__
+            if not self._done:
+                raise
+            total = len(self.reader.requests)
+            raise type(error)(
+                f"{error}; {self._done} of {total} tensors were already loaded: load again before "
+                "use"
+            ) from error.__cause__
         self._done += len(batch.finished)
 
     def _check_digests(self, batch: Batch, parts: list[Mapping[str, str]]) -> None:
@@ -376,16 +388,6 @@ class _Loading:
 
         return int(self.agreement.run_on_first(compare)) if ready else 0
 
-    def _with_progress(self, error: ReshardError) -> ReshardError:
-        """The error, with the number of tensors that have already changed."""
-        if not self._done:
-            return error
-        total = len(self.reader.requests)
-        result: ReshardError = type(error)(
-            f"{error}; {self._done} of {total} tensors were already loaded: load again before use"
-        )
-        return result
-
     def report(self, seconds: float) -> LoadReport:
         """The report of the finished load."""
         catalog, match = self.summary.catalog, self.match
@@ -402,6 +404,6 @@ class _Loading:
             missing=match.missing,
             tied=match.tied,
             unexpected=self.summary.unwanted,
-            left_alone=tuple(self.entries.others),
+            left_alone=tuple(self.here.entries.others),
             notes=catalog.notes,
         )

@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ from reshard.layout.spec import TensorSpec
 from reshard.sharded.groups import Group
 from reshard.tensors.agreement import Agreement
 from reshard.tensors.exchanging import merge_specs, specs_from_texts, specs_to_text
-from reshard.text import count, format_bytes, log, name_list, quoted
+from reshard.text import Report, count, format_bytes, log, name_list, quoted
 
 __all__ = ["SaveReport", "save"]
 
@@ -53,7 +53,7 @@ SEEN_WITHIN = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class SaveReport:
+class SaveReport(Report):
     """The figures of a save; bytes are those of all ranks together."""
 
     target: str
@@ -75,19 +75,8 @@ class SaveReport:
     left_alone: tuple[str, ...] = ()
     """Files and folders at the destination that were not part of the replaced checkpoint."""
 
-    def to_json(self) -> str:
-        """The report as JSON text."""
-        return json.dumps(asdict(self))
-
-    def _repr_html_(self) -> str:
-        """The report as a cell of a notebook."""
-        from reshard.show.page.notebook import text_cell
-
-        return text_cell(str(self))
-
     def __str__(self) -> str:
-        files = count(self.num_files, "file")
-        ranks = f"by {count(self.num_ranks, 'rank')}"
+        files, ranks = count(self.num_files, "file"), f"by {count(self.num_ranks, 'rank')}"
         busiest = f"at most {format_bytes(self.busiest_bytes)} by one"
         lines = [
             f"saved {count(self.num_tensors, 'tensor')} to {self.target}",
@@ -151,8 +140,8 @@ def _write(
     overwrite, checksums = request["overwrite"], request["checksums"]
     files = [file.path for file in plan.output.files]
     with _entered(agreement, place, overwrite, files):
-        token = agreement.run_on_first(lambda: _prepare(place, plan))
         target = OutputFiles(place.data, plan.output.files)
+        token = agreement.run_on_first(lambda: _prepare(place, target, plan.output.num_bytes))
         writer = Writer(plan, saved.entries.held, saved.objects, agreement.rank, checksums)
         try:
             agreement.run(lambda: _check_seen(place, token))
@@ -209,7 +198,13 @@ def _described(
     both = sorted(others.keys() & specs.keys())
     if both:
         raise CheckpointError(f"{quoted(both[0])} is a tensor on some ranks and none on others")
-    _check_some(request, len(specs), len(others))
+    if not specs and not (others and request["format"] == "distcp"):
+        entries = count(len(others), "other entry", "other entries")
+        more = f' and {entries}, for format="distcp"' if others else ""
+        raise CheckpointError(
+            f"nothing to save to {request['path']}: the state dict has 0 tensors{more}: is it the "
+            "right one?"
+        )
     return _Saved(found[0][0], found[0][1], specs, others, keys)
 
 
@@ -223,18 +218,6 @@ def _check_request(request: Mapping[str, Any]) -> None:
             f"{request['path']} is no folder of this machine: save to one, and upload it then, or "
             "let reshard convert write it there"
         )
-
-
-def _check_some(request: Mapping[str, Any], num_tensors: int, num_others: int) -> None:
-    """Refuse to replace a checkpoint by one without tensors."""
-    if num_tensors or (num_others and request["format"] == "distcp"):
-        return
-    plural = "ies" if num_others > 1 else "y"
-    others = f' and {num_others} other entr{plural}, for format="distcp"' if num_others else ""
-    raise CheckpointError(
-        f"nothing to save to {request['path']}: the state dict has 0 tensors{others}: is it the "
-        "right one?"
-    )
 
 
 def _check_present(
@@ -270,9 +253,7 @@ def _bytes(name: str, value: Any) -> bytes:
 
 def _planned(saved: _Saved, format: str, agreement: Agreement) -> SavePlan:
     """All files and the place of every box in them; every rank makes the same plan."""
-    mesh = main_mesh(saved.specs)
-    layouts = (spec.layout for spec in saved.specs.values() if str(spec.layout.mesh) == mesh)
-    main = next(layouts, None)
+    main = main_mesh(saved.specs)
     specs = {
         name: replace(spec, layout=on_mesh(spec.layout, main))
         for name, spec in sorted(saved.specs.items())
@@ -286,7 +267,7 @@ def _planned(saved: _Saved, format: str, agreement: Agreement) -> SavePlan:
         objects = [StoredObject(name, 0, 0, size) for name, (_, size) in saved.others.items()]
         output = distcp(wanted, objects, saved.keys)
     else:
-        output = sharded(wanted, {}, mesh)
+        output = sharded(wanted, {}, None if main is None else str(main.mesh))
     writers = writers_of(output, owned, agreement.ranks[0])
     return SavePlan(
         specs, owned, output, writers, {n: rank for n, (rank, _) in saved.others.items()}
@@ -332,11 +313,10 @@ def _enter(place: Workplace, overwrite: bool, files: Sequence[str]) -> None:
         raise
 
 
-def _prepare(place: Workplace, plan: SavePlan) -> str:
+def _prepare(place: Workplace, target: OutputFiles, num_bytes: int) -> str:
     """Create all files at their full size; returns a token by which other ranks know the folder."""
-    place.check_room(plan.output.num_bytes)
+    place.check_room(num_bytes)
     place.data.mkdir()
-    target = OutputFiles(place.data, plan.output.files)
     target.allocate()
     token = secrets.token_hex(8)
     replace_file(place.folder / "prepared", token.encode())
@@ -381,11 +361,13 @@ def _seal(
         if size != file.size:
             raise TargetError(f"{place.data / file.path} has {size} bytes and not {file.size}")
     if checksums:
-        replace_file(place.data / SIDECAR, _sidecar(place, plan, ranks).to_bytes())
+        sums = _sidecar(place, plan, ranks)
+        replace_file(place.data / SIDECAR, sums.to_bytes())
     target.sync_folders()
 
 
 def _sidecar(place: Workplace, plan: SavePlan, ranks: tuple[int, ...]) -> Checksums:
+    """The checksums that all ranks have written."""
     recorder, values = Recorder(), dict.fromkeys(plan.specs, 0)
     for rank in ranks:
         record = json.loads((place.folder / f"sums.{rank}").read_bytes())

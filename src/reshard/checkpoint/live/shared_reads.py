@@ -23,7 +23,7 @@ from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.crcs import Crcs, Part
 from reshard.checkpoint.live.entries import Held, RankBoxes, View, part_of
 from reshard.checkpoint.live.read_shares import Batch, ReadRequest, Share
-from reshard.checkpoint.piece_table import PieceTable, slabs
+from reshard.checkpoint.piece_table import slabs
 from reshard.checkpoint.transfer.packing import Pack, Packed
 from reshard.checkpoint.transfer.windows import (
     Buffers,
@@ -95,7 +95,12 @@ class ShareReader:
 
     def read(self, batch: Batch) -> tuple[list[ShareData], dict[str, int]]:
         """This rank's share of a batch, and what it adds to the digest value of each tensor."""
-        found = [self._allocate(share) for share in batch.shares if self._rank in share.boxes]
+        found = []
+        for share in batch.shares:
+            if boxes := tuple(share.boxes.get(self._rank, ())):
+                kind: torch.dtype = getattr(torch, self.requests[share.name].transfer.have)
+                local = torch.empty(sum(box.size for box in boxes), dtype=kind)
+                found.append(ShareData(share, boxes, local))
         tasks = [(one, box, part) for one in found for box, part in one.parts()]
         workers = LOCAL_WORKERS if self.source.storage.is_local else REMOTE_WORKERS
         values: dict[str, int] = {}
@@ -112,11 +117,6 @@ class ShareReader:
         """The CRC-32 of everything that was read since the last call."""
         parts, self._reads.crcs = self._reads.crcs, []
         return parts
-
-    def _allocate(self, share: Share) -> ShareData:
-        boxes = tuple(share.boxes[self._rank])
-        kind: torch.dtype = getattr(torch, self.requests[share.name].transfer.have)
-        return ShareData(share, boxes, torch.empty(sum(box.size for box in boxes), dtype=kind))
 
     def _read(self, task: tuple[ShareData, Box, torch.Tensor], scratch: Array) -> Array:
         one, box, part = task
@@ -140,9 +140,12 @@ class CrcRecords:
     def _touched(self, request: ReadRequest) -> set[int]:
         if not len(self.crcs):
             return set()
-        sides = request.transfer.source, request.transfer.replicas
-        spans = (span for side in sides for span in _spans(side))
-        return {which for span in spans for which in self.crcs.touching(*span)}
+        found: set[int] = set()
+        for side in (request.transfer.source, request.transfer.replicas):
+            ends = (side.offsets + side.spans).tolist()
+            for span in zip(side.files.tolist(), side.offsets.tolist(), ends, strict=True):
+                found.update(self.crcs.touching(*span))
+        return found
 
     def finished(self, names: Iterable[str]) -> list[int]:
         """The records that are complete now that these tensors have been read."""
@@ -152,11 +155,6 @@ class CrcRecords:
                 self._left[which] -= 1
                 found += [] if self._left[which] else [which]
         return sorted(found)
-
-
-def _spans(pieces: PieceTable) -> Iterable[tuple[int, int, int]]:
-    ends = pieces.offsets + pieces.spans
-    return zip(pieces.files.tolist(), pieces.offsets.tolist(), ends.tolist(), strict=True)
 
 
 def are_small(requests: Mapping[str, ReadRequest]) -> bool:
@@ -171,7 +169,9 @@ def are_small(requests: Mapping[str, ReadRequest]) -> bool:
 
 def read_small(requests: Mapping[str, ReadRequest], source: Source) -> str:
     """The bytes of small tensors, one after the other, in base64."""
-    pack = _pack(requests)
+    transfers = [request.transfer for request in requests.values()]
+    small = [Packed.of(t.shape, t.have, [*t.source.pieces()]) for t in transfers]
+    pack = Pack.of(small, np.empty(sum(one.num_bytes for one in small), dtype=np.uint8))
     pack.read(np.empty(max(len(pack.buffer), 1), dtype=np.uint8), source)
     return b64encode(pack.buffer.data).decode()
 
@@ -191,14 +191,6 @@ def copy_small(
             view[1].copy_(part_of((Box.whole(transfer.shape), part), view[0]))
 
 
-def _pack(requests: Mapping[str, ReadRequest]) -> Pack:
-    """The tensors as a pack, with a buffer of its own."""
-    transfers = (request.transfer for request in requests.values())
-    tensors = [Packed.of(t.shape, t.have, [*t.source.pieces()]) for t in transfers]
-    total = sum(tensor.num_bytes for tensor in tensors)
-    return Pack.of(tensors, np.empty(total, dtype=np.uint8))
-
-
 class Scatter:
     """Writes what the ranks have read into the tensors of a state dict."""
 
@@ -212,12 +204,8 @@ class Scatter:
     ) -> None:
         self.bytes_moved = 0
         self._boxes = RankBoxes()
-        self._agreement, self._requests, self._specs, self._memory = (
-            agreement,
-            requests,
-            specs,
-            memory,
-        )
+        self._agreement, self._requests = agreement, requests
+        self._specs, self._memory = specs, memory
         self.views: Mapping[str, Sequence[View]] = {
             name: self._boxes.views(held[name], agreement.rank) for name in specs if name in held
         }
@@ -239,9 +227,12 @@ class Scatter:
             for number, destination in self._destinations(share):
                 name = f"{share.name} {share.window}" + f" part {number}" * (number > 0)
                 have[name], want[name] = source, destination
-                if here is not None:
-                    given[name] = _local(here)
-                into |= self._destination(name, share, number)
+                if here is not None:  # in the shape of a local tensor with a layout of boxes
+                    is_one = len(here.boxes) == 1
+                    given[name] = here.local.view(here.boxes[0].shape) if is_one else here.local
+                views = self.views.get(share.name, [])[number : number + 1]
+                if views and (views[0][0] & share.window).size:
+                    into[name] = part_of(views[0], share.window)
         if have:
             scatter = plan(have, want, memory=self._memory)
             self.bytes_moved += scatter.summary().wire_bytes
@@ -280,18 +271,6 @@ class Scatter:
             if boxes:
                 layout = Layout.from_boxes(spec.shape, boxes)
                 yield number, TensorSpec(spec.shape, spec.dtype, layout)
-
-    def _destination(self, name: str, share: Share, number: int) -> dict[str, torch.Tensor]:
-        """The memory of this rank for a destination, if it has any."""
-        views = self.views.get(share.name, [])
-        if number >= len(views) or not (views[number][0] & share.window).size:
-            return {}
-        return {name: part_of(views[number], share.window)}
-
-
-def _local(one: ShareData) -> torch.Tensor:
-    """The data in the shape of a local tensor with a layout of boxes."""
-    return one.local.view(one.boxes[0].shape) if len(one.boxes) == 1 else one.local
 
 
 def _copy(one: ShareData, views: Sequence[View]) -> None:

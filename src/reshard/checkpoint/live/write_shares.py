@@ -16,12 +16,11 @@ from reshard.checkpoint.live.entries import Held, RankBoxes, View, part_of
 from reshard.checkpoint.output import Output, Owned, Wanted, owned_boxes
 from reshard.checkpoint.output_files import OutputFiles
 from reshard.checkpoint.piece_table import slabs
-from reshard.checkpoint.transfer.copying import sums_of
+from reshard.checkpoint.transfer.copying import Sum, sums_of
 from reshard.checkpoint.transfer.windows import in_order
 from reshard.dtypes import itemsize
 from reshard.layout.box import Box
 from reshard.layout.boxlist import listed_of
-from reshard.layout.columns import Ints
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.spec import TensorSpec
 from reshard.planning.sharing import LeastLoaded
@@ -51,7 +50,8 @@ def owners_of(specs: Mapping[str, TensorSpec]) -> dict[str, Owned]:
     loads = LeastLoaded(rank for spec in specs.values() for rank in spec.layout.ranks)
     choices = []
     for name, spec in specs.items():
-        sizes = _sizes(owned[name], spec)
+        shapes = owned[name].stops - owned[name].starts
+        sizes = shapes.prod(axis=1) * itemsize(spec.dtype)
         if not sizes.any():
             continue
         listed = listed_of(spec.layout, spec.shape)
@@ -67,18 +67,15 @@ def owners_of(specs: Mapping[str, TensorSpec]) -> dict[str, Owned]:
     return owned
 
 
-def _sizes(owned: Owned, spec: TensorSpec) -> Ints:
-    sizes: Ints = (owned.stops - owned.starts).prod(axis=1) * itemsize(spec.dtype)
-    return sizes
-
-
-def main_mesh(specs: Mapping[str, TensorSpec]) -> str | None:
-    """The mesh that most bytes are sharded over, which the files record."""
-    found: Counter[str] = Counter()
+def main_mesh(specs: Mapping[str, TensorSpec]) -> Layout | None:
+    """A layout on the mesh that most bytes are sharded over, which the files record."""
+    found, layouts = Counter[str](), dict[str, Layout]()
     for spec in specs.values():
         if not isinstance(spec.layout, BoxLayout):
-            found[str(spec.layout.mesh)] += spec.num_bytes
-    return found.most_common(1)[0][0] if found else None
+            mesh = str(spec.layout.mesh)
+            layouts.setdefault(mesh, spec.layout)
+            found[mesh] += spec.num_bytes
+    return layouts[found.most_common(1)[0][0]] if found else None
 
 
 def on_mesh(layout: Layout, main: Layout | None) -> Layout:
@@ -120,7 +117,7 @@ class Written:
     """What a rank has written: its checksums, and its parts of the digest values."""
 
     num_bytes: int = 0
-    sums: list[tuple[int, int, int, str]] = field(default_factory=list)
+    sums: list[Sum] = field(default_factory=list)
     parts: dict[str, int] = field(default_factory=dict)
 
     def to_data(self) -> dict[str, Any]:
@@ -152,7 +149,7 @@ class Writer:
         count = max(STEP // WINDOW, 1)
         tasks = list(islice(self._left, count))
 
-        def write(task: _Write, _: None) -> tuple[list[tuple[int, int, int, str]], Any]:
+        def write(task: _Write, _: None) -> tuple[list[Sum], Any]:
             array = self._array(task)
             data = memoryview(array.reshape(-1).view("u1").data if task.box else task.data)
             target.write(task.file, task.offset, data)
@@ -163,16 +160,13 @@ class Writer:
             self.done.sums += sums
             self.done.num_bytes += len(task.data) if task.box is None else array.nbytes
             if self._checksums and task.box is not None:
-                self._add_digest(task.name, task.box, array)
+                spec, parts = self._plan.specs[task.name], self.done.parts
+                value = digest.part(array, task.box, spec.shape, spec.dtype)
+                parts[task.name] = (parts.get(task.name, 0) + value) % digest.MODULUS
         for file in sorted(self._touched):
             target.sync_file(file)
         self._touched.clear()
         return bool(tasks)
-
-    def _add_digest(self, name: str, box: Box, array: Any) -> None:
-        spec, parts = self._plan.specs[name], self.done.parts
-        value = digest.part(array, box, spec.shape, spec.dtype)
-        parts[name] = (parts.get(name, 0) + value) % digest.MODULUS
 
     def _writes(self) -> Iterator[_Write]:
         output = self._plan.output
