@@ -6,7 +6,7 @@ by how much. Entries that are not tensors are compared as bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -22,6 +22,7 @@ from reshard.checkpoint.transfer.windows import (
     Budget,
     Buffers,
     Meter,
+    Progress,
     Source,
     bits_differ,
     in_order,
@@ -188,9 +189,6 @@ FORMAT = 1
 SHOWN = 20
 """Names that are printed of each kind of difference."""
 
-Progress = Callable[[int, int], None]
-"""Called with the bytes done and the total."""
-
 
 @dataclass(frozen=True, slots=True)
 class TensorDiff:
@@ -327,16 +325,15 @@ def diff(
             checkpoints=(left.storage.root, right.storage.root),
             formats=(left.catalog.format, right.catalog.format),
             num_files=(len(left.catalog.files), len(right.catalog.files)),
-            only=(_without(mine, theirs), _without(theirs, mine)),
+            only=(
+                tuple(name for name in mine if name not in theirs),
+                tuple(name for name in theirs if name not in mine),
+            ),
             changed=tuple(_compared(left, right, name, budget) for name in differ),
             num_equal=len(equal),
             num_recut=sum(_boxes(mine[name]) != _boxes(theirs[name]) for name in equal),
             objects=tuple(differing_objects(left, right)),
         )
-
-
-def _without(names: Mapping[str, object], others: Mapping[str, object]) -> tuple[str, ...]:
-    return tuple(name for name in names if name not in others)
 
 
 def _alike(one: StoredTensor, two: StoredTensor) -> bool:

@@ -37,6 +37,7 @@ from reshard.checkpoint.transfer.packing import tiles
 from reshard.checkpoint.transfer.windows import (
     Budget,
     Meter,
+    Progress,
     Source,
     collector_paused,
     in_order,
@@ -58,9 +59,6 @@ SHOWN = 20
 """Problems that are printed one by one."""
 MAX_PROBLEMS = 1000
 """The most problems that are listed."""
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes done and the total."""
 
 
 @dataclass(frozen=True, slots=True)

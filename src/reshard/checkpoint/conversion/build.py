@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -27,9 +28,15 @@ from reshard.checkpoint.integrity.checksums import (
 from reshard.checkpoint.journal import Journal, read_journals
 from reshard.checkpoint.output_files import OutputFiles, replace_file
 from reshard.checkpoint.storage import Storage
-from reshard.checkpoint.transfer.copying import Copier, Done, copy_all, sums_of
+from reshard.checkpoint.transfer.copying import Copier, Done, Sum, sums_of
 from reshard.checkpoint.transfer.transfers import CopyChunk, chunks_of
-from reshard.checkpoint.transfer.windows import Budget, Source, collector_paused
+from reshard.checkpoint.transfer.windows import (
+    Budget,
+    Buffers,
+    Source,
+    collector_paused,
+    in_order,
+)
 from reshard.checkpoint.workplace import Workplace
 from reshard.errors import DamageError, TargetError, UnfinishedError
 from reshard.text import quoted
@@ -223,13 +230,13 @@ class Builder:
                 self.request.checksums,
                 self.request.compare_replicas,
             )
-            copy_all(
-                copier,
-                self._to_do(set(done)),
-                workers=self.budget.workers,
-                window_bytes=self.budget.window,
-                finished=lambda chunk: self._finished(chunk, journal),
-            )
+
+            def work(chunk: CopyChunk, buffers: Buffers) -> None:
+                self._finished(copier.copy(chunk, buffers), journal)
+
+            make = partial(Buffers, self.budget.window, self.plan.casts)
+            for _ in in_order(work, self._to_do(set(done)), self.budget.workers, make):
+                pass
             self._sync(journal)
         self.source.count(self.source.checker.finish(self.storage))
 
@@ -248,7 +255,11 @@ class Builder:
             for done in chunks.values():
                 self.source.crcs.add(done.crcs)
             self.source.check_crcs()
-        self._check_resumed()
+        sums = self._checked_sums() if self.resumed_bytes else None
+        for file in self.plan.catalog.files:
+            if sums is not None and file.path in sums.files:
+                # An interrupted earlier run may have read it only in part.
+                self.source.count(self.source.checker.finish_file(self.storage, file.path))
         if self.request.checksums:
             values = [0] * len(self.plan.transfers)
             for done in chunks.values():
@@ -285,15 +296,6 @@ class Builder:
             self.plan.is_unchanged(one) and one.name in sums.digests for one in self.plan.transfers
         )
         return None if has_digests else sums
-
-    def _check_resumed(self) -> None:
-        """Check files that an interrupted earlier run read only in part."""
-        sums = self._checked_sums()
-        if sums is None or not self.resumed_bytes:
-            return
-        for file in self.plan.catalog.files:
-            if file.path in sums.files:
-                self.source.count(self.source.checker.finish_file(self.storage, file.path))
 
     def _to_do(self, done: set[int]) -> Iterator[CopyChunk]:
         count = 0
@@ -360,7 +362,7 @@ class Builder:
         if self.request.checksums:
             self._record(sums_of(file, offset, data))
 
-    def _record(self, sums: Iterable[tuple[int, int, int, str]]) -> None:
+    def _record(self, sums: Iterable[Sum]) -> None:
         for file, start, stop, text in sums:
             path = self.plan.output.files[file].path
             self.recorder.put(path, [ChunkSum(start, stop, bytes.fromhex(text))])

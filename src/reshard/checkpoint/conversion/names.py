@@ -103,8 +103,10 @@ def left_over(
     for key, source in names.items():
         for _, parts in _filled_in(key, source, have):
             if isinstance(source, Take):
-                box = _box_of(source, have[parts[0]].shape)
-                taken.setdefault(parts[0], []).append(box)
+                limits = {dim: (0, size) for dim, size in enumerate(have[parts[0]].shape)}
+                limits |= dict(source.crop) | {dim: (at, at + 1) for dim, at in source.index}
+                low, high = zip(*limits.values(), strict=True) if limits else ((), ())
+                taken.setdefault(parts[0], []).append(Box(low, high))
             else:
                 whole |= set(parts)
     found = []
@@ -163,22 +165,19 @@ def rename_tensors(catalog: Catalog, names: Names, drop: Sequence[str] = ()) -> 
     return replace(catalog, tensors=tensors)
 
 
-def _parts(source: Source) -> tuple[str, ...]:
-    match source:
-        case str():
-            return (source,)
-        case Take():
-            return (source.name,)
-        case Join() | Stacked():
-            return source.names
-    raise PlanError(f"{source!r} in names: give a name, take, join or stack")
-
-
 def _filled_in(
     key: str, source: Source, have: Mapping[str, Outline]
 ) -> Iterator[tuple[str, list[str]]]:
     """The output names that a key stands for, each with its source names."""
-    templates = _parts(source)
+    match source:
+        case str():
+            templates: tuple[str, ...] = (source,)
+        case Take():
+            templates = (source.name,)
+        case Join() | Stacked():
+            templates = source.names
+        case _:
+            raise PlanError(f"{source!r} in names: give a name, take, join or stack")
     template, free = _leading(key, source, templates)
     captured = _captures(template, free, have)
     if not captured:
@@ -276,14 +275,6 @@ def _outline(name: str, source: Source, parts: Sequence[Outline]) -> Outline:
 def _check_dim(name: str, dim: int, last: int) -> None:
     if not 0 <= dim <= last:
         raise PlanError(f"{quoted(name)} is joined in dim {dim}: the dims are 0 to {last}")
-
-
-def _box_of(source: Take, shape: tuple[int, ...]) -> Box:
-    """The part of a source tensor that is taken."""
-    limits = {dim: (0, size) for dim, size in enumerate(shape)}
-    limits |= dict(source.crop) | {dim: (at, at + 1) for dim, at in source.index}
-    low, high = zip(*limits.values(), strict=True) if limits else ((), ())
-    return Box(low, high)
 
 
 def _taken(source: Take, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from reshard.checkpoint.formats.checks import is_distcp
 from reshard.checkpoint.formats.reader import config_of
 from reshard.checkpoint.formats.safetensors_writer import full, ranks, sharded
 from reshard.checkpoint.integrity.checksums import SIDECAR
-from reshard.checkpoint.output import Output, Wanted, count_tensor_files
+from reshard.checkpoint.output import Output, Wanted
 from reshard.checkpoint.storage import (
     COMMITTED,
     TENSOR_FILES,
@@ -99,27 +99,6 @@ class ConversionPlan:
     def paths(self) -> tuple[str, ...]:
         """The paths of all files to be written."""
         return tuple(file.path for file in self.output.files)
-
-    @property
-    def unique_bytes(self) -> int:
-        """Bytes of the source that are needed, each element once."""
-        return sum(transfer.source_bytes for transfer in self.transfers)
-
-    @property
-    def replica_bytes(self) -> int:
-        """Bytes that the source holds more than once."""
-        return sum(int(t.replicas.num_bytes.sum()) for t in self.transfers if len(t.replicas))
-
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes outside of tensors that are copied."""
-        objects = sum(copy.source.size for copy in self.output.objects)
-        return objects + sum(file.size for file, _ in self.others)
-
-    @property
-    def num_files(self) -> int:
-        """Output files that hold tensors, without files that are copied unchanged."""
-        return count_tensor_files(self.output.files[: len(self.output.files) - len(self.others)])
 
     def identity(self, checksums: bool) -> dict[str, Any]:
         """What distinguishes this conversion from another one to the same destination."""

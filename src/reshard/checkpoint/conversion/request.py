@@ -232,13 +232,12 @@ class Parameters:
             start in self.shapes for start in starts
         ):
             return True
-        places = (at for at, word in enumerate(words[:-1], 1) if _STATE.fullmatch(word))
-        return any(self._begins(words[at:], name) for at in places)
-
-    def _begins(self, words: Sequence[str], name: str) -> bool:
-        """Whether words begin with the name of another tensor, or with a suffix of one."""
-        stops = range(1, len(words) + 1)
-        return any(self._suffixes.get(".".join(words[:stop])) not in (None, name) for stop in stops)
+        return any(
+            self._suffixes.get(".".join(words[at:stop])) not in (None, name)
+            for at, word in enumerate(words[:-1], 1)
+            if _STATE.fullmatch(word)
+            for stop in range(at + 1, len(words) + 1)
+        )
 
 
 def wanted_of(

@@ -22,6 +22,7 @@ from reshard.checkpoint.conversion.request import LayoutRequest, Request
 from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, read_catalog
 from reshard.checkpoint.integrity.checksums import SIDECAR, load_checksums
 from reshard.checkpoint.journal import ALONE, Team
+from reshard.checkpoint.output import count_tensor_files
 from reshard.checkpoint.output_files import MAX_COPY, named
 from reshard.checkpoint.storage import Storage
 from reshard.checkpoint.transfer.windows import Budget, Buffers, collector_paused
@@ -307,8 +308,12 @@ def _report(
     builder: Builder | None = None,
     left_alone: tuple[str, ...] = (),
 ) -> ConvertReport:
-    to_read = plan.unique_bytes + plan.copied_bytes
-    to_read += plan.replica_bytes if request.compare_replicas else 0
+    output, others, transfers = plan.output, plan.others, plan.transfers
+    unique_bytes = sum(transfer.source_bytes for transfer in transfers)
+    to_read = unique_bytes + sum(copy.source.size for copy in output.objects)
+    to_read += sum(file.size for file, _ in others)
+    if request.compare_replicas:
+        to_read += sum(int(t.replicas.num_bytes.sum()) for t in transfers if len(t.replicas))
     resumed = builder.resumed_bytes if builder else 0
     team = ALONE if request.dry_run else request.team
     return ConvertReport(
@@ -316,21 +321,21 @@ def _report(
         target=request.dst,
         format=plan.format,
         dry_run=request.dry_run,
-        num_tensors=len(plan.transfers),
-        num_files=plan.num_files,
-        num_others=len(plan.others),
-        unique_bytes=plan.unique_bytes,
+        num_tensors=len(transfers),
+        num_files=count_tensor_files(output.files[: len(output.files) - len(others)]),
+        num_others=len(others),
+        unique_bytes=unique_bytes,
         bytes_read=to_read if request.dry_run else builder.source.num_bytes if builder else 0,
-        bytes_written=plan.output.num_bytes - resumed if request.dry_run or builder else 0,
+        bytes_written=output.num_bytes - resumed if request.dry_run or builder else 0,
         bytes_resumed=resumed,
         memory=budget.workers * worker_bytes(budget.window, plan.casts),
         workers=budget.workers,
-        disk_needed=plan.output.num_bytes,
+        disk_needed=output.num_bytes,
         disk_free=free_bytes(place.folder.parent),
         seconds=seconds,
         checksums=request.checksums,
         was_complete=builder is None and not request.dry_run,
-        left_out=plan.output.left_out,
+        left_out=output.left_out,
         left_alone=left_alone,
         notes=(*plan.notes, *plan.catalog.notes),
         rank=team.rank,

@@ -154,8 +154,8 @@ def load(
     agreement = Agreement(group, "loading a checkpoint", timeout, CheckpointError)
     with ExitStack() as stack:
         here = _Here(agreement, options, stack)
-        agreed = here.agree(into, rules, mesh)
-        loading = _Loading.of(here, agreed)
+        here.agree(into, rules, mesh)
+        loading = _Loading.of(here)
         loading.read()
     report = loading.report(time.monotonic() - began)
     log.info("load %s: %s", path, str(report).partition("\n")[0])
@@ -172,22 +172,9 @@ def _share_of(memory: int | str) -> int:
     return total // 2
 
 
-@dataclass(frozen=True, slots=True)
-class _Agreed:
-    """What all ranks know of each other and of the checkpoint."""
-
-    specs: dict[str, TensorSpec]
-    """The tensors of all ranks together."""
-    memories: dict[int, Memory]
-    """The tied tensors of each rank."""
-    summary: CatalogSummary
-    hosts: list[str]
-    """The host of each rank."""
-
-
 @dataclass(slots=True)
 class _Here:
-    """What this rank has, before it knows of the others."""
+    """What this rank has, and what it learns from the others."""
 
     agreement: Agreement
     options: Mapping[str, Any]
@@ -197,13 +184,20 @@ class _Here:
     storage: Storage = field(init=False)
     checksums: Checksums | None = None
     """The checksums of the checkpoint, on the first rank."""
+    specs: dict[str, TensorSpec] = field(init=False)
+    """The tensors of all ranks together, once they have agreed; as all that follows."""
+    memories: dict[int, Memory] = field(init=False)
+    """The tied tensors of each rank."""
+    summary: CatalogSummary = field(init=False)
+    hosts: list[str] = field(init=False)
+    """The host of each rank."""
 
     def agree(
         self,
         into: Mapping[Any, Any],
         rules: Rules | str | Path | None,
         mesh: Mesh | str | None,
-    ) -> _Agreed:
+    ) -> None:
         """Gather the tensors of all ranks and the contents of the checkpoint, in one agreement.
 
         A load without an exchange has only two: this one, and one at its end.
@@ -225,13 +219,13 @@ class _Here:
         answers = self.agreement.run(describe)
         self.agreement.check_gathered({rank: one[1] for rank, one in answers.items()})
         described = specs_from_texts({rank: one[0] for rank, one in answers.items()})
-        memories = {
+        self.memories = {
             rank: Memory.from_data(described[rank], one[2]) for rank, one in answers.items()
         }
-        specs = merge_specs(described)
+        self.specs = merge_specs(described)
+        self.hosts = [one[3] for one in answers.values()]
         first = answers[self.agreement.ranks[0]]
-        summary = CatalogSummary.from_data(first[4]).about(specs)
-        return _Agreed(specs, memories, summary, [one[3] for one in answers.values()])
+        self.summary = CatalogSummary.from_data(first[4]).about(self.specs)
 
     def _survey(self, rules: Rules | str | Path | None, mesh: Mesh | str | None) -> dict[str, Any]:
         """What the first rank finds in the checkpoint; it keeps the checksums."""
@@ -243,19 +237,6 @@ class _Here:
         return CatalogSummary(replace(catalog, crcs=crcs), (), digests).to_data()
 
 
-def _request(
-    summary: CatalogSummary, spec: TensorSpec, name: str, compare_replicas: bool
-) -> ReadRequest:
-    """Where a tensor is stored; CoverageError if a part of it is not stored.
-
-    Replicas are left out if they are not compared: a digest checks the chosen pieces better.
-    """
-    has_digest = name in summary.digests
-    is_compared = compare_replicas and not has_digest
-    transfer = Transfer.of_read(summary.catalog.tensors[name], spec.dtype, is_compared)
-    return ReadRequest(transfer, spec.layout, has_digest or bool(summary.catalog.crcs))
-
-
 @dataclass(slots=True)
 class _Loading:
     """A load in progress."""
@@ -264,7 +245,6 @@ class _Loading:
     agreement: Agreement
     match: Match
     summary: CatalogSummary
-    hosts: list[str]
     source: Source
     reader: ShareReader
     scatter: Scatter
@@ -275,17 +255,24 @@ class _Loading:
     _done: int = 0
 
     @classmethod
-    def of(cls, here: _Here, agreed: _Agreed) -> _Loading:
-        """Match the tensors with the checkpoint; nothing is read yet."""
+    def of(cls, here: _Here) -> _Loading:
+        """Match the tensors with the checkpoint; CoverageError if a part of one is not stored.
+
+        Nothing is read yet.
+        """
         agreement, options = here.agreement, here.options
         match = match_tensors(
-            agreed.specs, agreed.summary, agreed.memories, options["strict"], options["cast"]
+            here.specs, here.summary, here.memories, options["strict"], options["cast"]
         )
-        summary = agreed.summary.joined(match.copies)
-        requests = {
-            name: _request(summary, spec, name, options["compare_replicas"])
-            for name, spec in match.chosen.items()
-        }
+        summary = here.summary.joined(match.copies)
+        requests = {}
+        for name, spec in match.chosen.items():
+            # Replicas that a digest would check better are not compared, and left out.
+            has_digest = name in summary.digests
+            is_compared = options["compare_replicas"] and not has_digest
+            transfer = Transfer.of_read(summary.catalog.tensors[name], spec.dtype, is_compared)
+            is_whole = has_digest or bool(summary.catalog.crcs)
+            requests[name] = ReadRequest(transfer, spec.layout, is_whole)
         crcs = Crcs(summary.catalog.crcs)
         known = crcs if len(crcs) else None
         source = Source(here.storage, summary.catalog, here.checksums, crcs=known)
@@ -293,11 +280,11 @@ class _Loading:
         share = parse_bytes(options["memory"]) // 4
         scatter = Scatter(agreement, requests, match.chosen, here.entries.held, share)
         records = CrcRecords(crcs, requests)
-        return cls(here, agreement, match, summary, agreed.hosts, source, reader, scatter, records)
+        return cls(here, agreement, match, summary, source, reader, scatter, records)
 
     def read(self) -> None:
         """Read everything into the tensors."""
-        maps = self.source.storage.is_local and len(set(self.hosts)) == 1
+        maps = self.source.storage.is_local and len(set(self.here.hosts)) == 1
         own, shared = split_requests(self.reader.requests, maps)
         small, large = (shared, {}) if are_small(shared) else ({}, shared)
         self._read_own(own, small)
@@ -310,7 +297,7 @@ class _Loading:
         """Read what only this rank needs into its tensors, and small tensors for all ranks."""
         if not own and not small:
             return
-        direct = DirectReader.of(self.source, os.cpu_count() or 1, self.hosts.count(boot_id()))
+        direct = DirectReader.of(self.source, os.cpu_count() or 1, self.here.hosts.count(boot_id()))
 
         def read() -> list[Any]:
             direct.read(own, self.scatter.views)

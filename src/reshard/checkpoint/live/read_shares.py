@@ -33,7 +33,7 @@ import mmap
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -289,12 +289,7 @@ def _disjoint_boxes(layout: Layout, shape: tuple[int, ...]) -> tuple[Box, ...] |
 
 def _is_run(piece: StoredPiece, box: Box) -> bool:
     """Whether a box inside a piece is one run of bytes of its file, in row-major order."""
-    expected = 1
-    for length, stride in zip(reversed(box.shape), reversed(piece.strides), strict=True):
-        if length != 1 and stride != expected:
-            return False
-        expected *= length
-    return True
+    return replace(piece, box=box).is_contiguous
 
 
 class _Task(NamedTuple):

@@ -37,6 +37,7 @@ from reshard.checkpoint.live.write_shares import (
 )
 from reshard.checkpoint.output import Wanted, count_tensor_files
 from reshard.checkpoint.output_files import OutputFiles, replace_file
+from reshard.checkpoint.transfer.copying import Done
 from reshard.checkpoint.workplace import Workplace
 from reshard.errors import CheckpointError, DisagreementError, TargetError, UnfinishedError
 from reshard.layout.spec import TensorSpec
@@ -172,13 +173,22 @@ def _described(
     agreement: Agreement, state_dict: Mapping[Any, Any], request: Mapping[str, Any]
 ) -> _Saved:
     found: list[tuple[Entries, dict[str, bytes]]] = []
+    format = request["format"]
 
     def describe() -> list[Any]:
-        _check_request(request)
+        if format not in FORMATS:
+            raise CheckpointError(
+                f"{quoted(format)} is no format that a job saves: use {' or '.join(FORMATS)}"
+            )
+        if "://" in request["path"]:
+            raise TargetError(
+                f"{request['path']} is no folder of this machine: save to one, and upload it then, "
+                "or let reshard convert write it there"
+            )
         entries = entries_of(state_dict)
-        keeps = request["format"] == "distcp"
         objects = {
-            name: _bytes(name, one) if keeps else b"" for name, one in entries.others.items()
+            name: _bytes(name, one) if format == "distcp" else b""
+            for name, one in entries.others.items()
         }
         found.append((entries, objects))
         sizes = {name: len(data) for name, data in objects.items()}
@@ -198,7 +208,7 @@ def _described(
     both = sorted(others.keys() & specs.keys())
     if both:
         raise CheckpointError(f"{quoted(both[0])} is a tensor on some ranks and none on others")
-    if not specs and not (others and request["format"] == "distcp"):
+    if not specs and not (others and format == "distcp"):
         entries = count(len(others), "other entry", "other entries")
         more = f' and {entries}, for format="distcp"' if others else ""
         raise CheckpointError(
@@ -206,18 +216,6 @@ def _described(
             "right one?"
         )
     return _Saved(found[0][0], found[0][1], specs, others, keys)
-
-
-def _check_request(request: Mapping[str, Any]) -> None:
-    if request["format"] not in FORMATS:
-        raise CheckpointError(
-            f"{quoted(request['format'])} is no format that a job saves: use {' or '.join(FORMATS)}"
-        )
-    if "://" in request["path"]:
-        raise TargetError(
-            f"{request['path']} is no folder of this machine: save to one, and upload it then, or "
-            "let reshard convert write it there"
-        )
 
 
 def _check_present(
@@ -347,7 +345,7 @@ def _step(writer: Writer, target: OutputFiles) -> bool:
 
 def _write_sums(writer: Writer, place: Workplace, rank: int) -> int:
     """Write the checksums of this rank for the first one; returns the bytes written."""
-    data = json.dumps(writer.done.to_data()).encode()
+    data = json.dumps(writer.done.to_record()).encode()
     replace_file(place.folder / f"sums.{rank}", data)
     return writer.done.num_bytes
 
@@ -368,17 +366,17 @@ def _seal(
 
 def _sidecar(place: Workplace, plan: SavePlan, ranks: tuple[int, ...]) -> Checksums:
     """The checksums that all ranks have written."""
-    recorder, values = Recorder(), dict.fromkeys(plan.specs, 0)
+    recorder, values = Recorder(), [0] * len(plan.specs)
     for rank in ranks:
-        record = json.loads((place.folder / f"sums.{rank}").read_bytes())
-        for file, start, stop, text in record["sums"]:
+        done = Done.from_record(json.loads((place.folder / f"sums.{rank}").read_bytes()))
+        for file, start, stop, text in done.sums:
             path = plan.output.files[file].path
             recorder.put(path, [ChunkSum(start, stop, bytes.fromhex(text))])
-        for name, text in record["parts"].items():
-            values[name] += int(text, 16)
+        for number, value in done.parts.items():
+            values[number] += value
     digests = {
-        name: digest.finish(digest.combine([values[name]]), spec.shape, spec.dtype)
-        for name, spec in plan.specs.items()
+        name: digest.finish(digest.combine([value]), spec.shape, spec.dtype)
+        for (name, spec), value in zip(plan.specs.items(), values, strict=True)
     }
     return Checksums(recorder.finish({file.path: file.size for file in plan.output.files}), digests)
 

@@ -125,7 +125,8 @@ class ShareReader:
         array = fill(transfer, box, place, self._reads)
         if len(transfer.replicas):  # compared in parts that fit into the scratch buffer
             for some in slabs(box, len(scratch) // array.itemsize):
-                compare(transfer, some, array[within(some, box)], place, self._reads)
+                inner = array[within(some.start, some.stop, box)]
+                compare(transfer, some, inner, place, self._reads)
         return array
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -16,7 +16,7 @@ from reshard.checkpoint.live.entries import Held, RankBoxes, View, part_of
 from reshard.checkpoint.output import Output, Owned, Wanted, owned_boxes
 from reshard.checkpoint.output_files import OutputFiles
 from reshard.checkpoint.piece_table import slabs
-from reshard.checkpoint.transfer.copying import Sum, sums_of
+from reshard.checkpoint.transfer.copying import Done, Sum, sums_of
 from reshard.checkpoint.transfer.windows import in_order
 from reshard.dtypes import itemsize
 from reshard.layout.box import Box
@@ -112,20 +112,6 @@ class _Write:
     data: bytes = b""
 
 
-@dataclass(slots=True)
-class Written:
-    """What a rank has written: its checksums, and its parts of the digest values."""
-
-    num_bytes: int = 0
-    sums: list[Sum] = field(default_factory=list)
-    parts: dict[str, int] = field(default_factory=dict)
-
-    def to_data(self) -> dict[str, Any]:
-        """The checksums and digest parts as JSON data."""
-        parts = {name: f"{value:x}" for name, value in self.parts.items()}
-        return {"sums": self.sums, "parts": parts}
-
-
 class Writer:
     """Writes the share of one rank, in steps."""
 
@@ -142,7 +128,9 @@ class Writer:
         self._rank_boxes = RankBoxes()
         self._left = self._writes()
         self._touched: set[int] = set()
-        self.done = Written()
+        self._numbers = {name: number for number, name in enumerate(plan.specs)}
+        self.done = Done(rank)
+        """What was written; the parts of digests are by number of the tensor."""
 
     def step(self, target: OutputFiles) -> bool:
         """Write the next part and put it on disk; whether there was one."""
@@ -162,7 +150,8 @@ class Writer:
             if self._checksums and task.box is not None:
                 spec, parts = self._plan.specs[task.name], self.done.parts
                 value = digest.part(array, task.box, spec.shape, spec.dtype)
-                parts[task.name] = (parts.get(task.name, 0) + value) % digest.MODULUS
+                number = self._numbers[task.name]
+                parts[number] = (parts.get(number, 0) + value) % digest.MODULUS
         for file in sorted(self._touched):
             target.sync_file(file)
         self._touched.clear()

@@ -1,4 +1,4 @@
-"""Copies chunks in worker threads: each byte is read, checked, hashed and written in one pass.
+"""Copies chunks: each byte is read, checked, hashed and written in one pass.
 
 Without checksums, long runs of bytes are copied from file to file by the kernel.
 """
@@ -6,9 +6,8 @@ Without checksums, long runs of bytes are copied from file to file by the kernel
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -30,7 +29,6 @@ from reshard.checkpoint.transfer.windows import (
     collector_paused,
     compare,
     fill,
-    in_order,
     shaped,
     writable,
 )
@@ -38,7 +36,7 @@ from reshard.dtypes import cast_into, itemsize
 from reshard.layout.box import Box, row_major
 from reshard.layout.coverage import overlapping_pairs
 
-__all__ = ["Copier", "Done", "Sum", "copy_all", "sums_of"]
+__all__ = ["Copier", "Done", "Sum", "sums_of"]
 
 WORTH_A_CALL = 1 << 16
 """Runs that are shorter on average are copied faster through memory."""
@@ -107,11 +105,6 @@ class Copier:
     target: OutputFiles
     checksums: bool = True
     compare_replicas: bool = True
-
-    @property
-    def casts(self) -> bool:
-        """Whether any tensor changes its dtype."""
-        return any(transfer.have != transfer.want for transfer in self.transfers)
 
     def copy(self, chunk: CopyChunk, buffers: Buffers) -> Done:
         """Copy one chunk."""
@@ -288,21 +281,3 @@ def _placed(pack: Pack, transfers: Sequence[Transfer]) -> Iterator[Placed]:
             yield Placed(file, offset - len(head), b"".join((head, data, tail)))
         else:
             yield Placed(file, offset, data)
-
-
-def copy_all(
-    copier: Copier,
-    chunks: Iterator[CopyChunk],
-    *,
-    workers: int,
-    window_bytes: int,
-    finished: Callable[[Done], None],
-) -> None:
-    """Copy all chunks; each worker calls ``finished`` as soon as it has copied one."""
-
-    def work(chunk: CopyChunk, buffers: Buffers) -> None:
-        finished(copier.copy(chunk, buffers))
-
-    buffers = partial(Buffers, window_bytes, copier.casts)
-    for _ in in_order(work, chunks, workers, buffers):
-        pass

@@ -24,7 +24,7 @@ from reshard.checkpoint.integrity import digest
 from reshard.dtypes import itemsize
 from reshard.layout.box import Box, row_major
 
-__all__ = ["CELLS", "SMALL", "Pack", "Packed", "Placed", "Reads", "joined_writes", "tiles"]
+__all__ = ["CELLS", "GAP", "SMALL", "Pack", "Packed", "Placed", "Reads", "joined_writes", "tiles"]
 
 SMALL = 64 << 10
 """Bytes of the largest tensor that is packed."""

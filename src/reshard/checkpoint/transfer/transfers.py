@@ -134,7 +134,6 @@ class CopyChunk:
     number: int
     windows: tuple[tuple[int, Box], ...]
     """The number of the transfer, and the box of its tensor."""
-    num_bytes: int
 
 
 def chunks_of(transfers: Iterable[Transfer], num_bytes: int) -> Iterator[CopyChunk]:
@@ -144,12 +143,12 @@ def chunks_of(transfers: Iterable[Transfer], num_bytes: int) -> Iterator[CopyChu
         for window in transfer.windows(num_bytes):
             size = window.size * itemsize(transfer.want)
             if windows and total + size > num_bytes:
-                yield CopyChunk(number, tuple(windows), total)
+                yield CopyChunk(number, tuple(windows))
                 number, windows, total = number + 1, [], 0
             windows.append((which, window))
             total += size
     if windows:
-        yield CopyChunk(number, tuple(windows), total)
+        yield CopyChunk(number, tuple(windows))
 
 
 def transfer_of(

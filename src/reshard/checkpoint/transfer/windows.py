@@ -28,7 +28,7 @@ from reshard.checkpoint.integrity.crcs import Crcs, Part, changed, crc_of, crcs_
 from reshard.checkpoint.output_files import BLOCK, aligned
 from reshard.checkpoint.piece_table import Extent, PieceTable, extents
 from reshard.checkpoint.storage import Storage
-from reshard.checkpoint.transfer.packing import CELLS, Reads
+from reshard.checkpoint.transfer.packing import CELLS, GAP, Reads
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.dtypes import itemsize
 from reshard.errors import DamageError, MemoryCapError
@@ -36,13 +36,16 @@ from reshard.layout.box import Box
 from reshard.text import format_bytes, parse_bytes, quoted
 
 __all__ = [
-    "Budget", "Buffers", "Meter", "Source", "SourceReads", "bits_differ", "collector_paused",
-    "compare", "fill", "in_order", "readable", "shaped", "unequal_replicas", "within", "writable",
+    "Budget", "Buffers", "Meter", "Progress", "Source", "SourceReads", "bits_differ",
+    "collector_paused", "compare", "fill", "in_order", "readable", "shaped", "unequal_replicas",
+    "within", "writable",
 ]  # fmt: skip
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 Array = np.ndarray[Any, Any]
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and the total."""
 
 MOST_WORKERS = 4
 REMOTE_WORKERS = 16
@@ -52,8 +55,6 @@ SHARES = 8
 """A worker's share of the memory, in windows: two sides with a scratch buffer each, and what numpy
 allocates for temporary results."""
 
-GAP = 4096
-"""Gaps in a file of up to this many bytes are read and thrown away, which beats a second read."""
 DENSE = 0.8
 """The share of a range that must be needed for the range to be read as one."""
 _lock = threading.Lock()
@@ -96,7 +97,7 @@ class Budget:
 class Meter:
     """Counts bytes and reports how many are done, of how many."""
 
-    def __init__(self, progress: Callable[[int, int], None] | None, total: int) -> None:
+    def __init__(self, progress: Progress | None, total: int) -> None:
         self._progress, self._total, self._done = progress, total, 0
 
     def __call__(self, num_bytes: int) -> None:
@@ -290,7 +291,7 @@ class Group:
         """The parts in the array of the window."""
         rows = self.extent.rows
         limits = zip(self.parts.starts[rows].tolist(), self.parts.stops[rows].tolist(), strict=True)
-        return [array[_index(low, high, window)] for low, high in limits]
+        return [array[within(low, high, window)] for low, high in limits]
 
     def runs(self, views: Iterable[Array]) -> list[tuple[int, memoryview]]:
         """The offset in the file and the memory of each part; empty unless all are runs in both."""
@@ -402,12 +403,8 @@ def shaped(buffer: Array, window: Box, size: int) -> Array:
     return flat.reshape(window.shape)
 
 
-def within(box: Box, window: Box) -> Any:
-    """The index of a box in the array of a window that contains it."""
-    return _index(box.start, box.stop, window)
-
-
-def _index(start: Sequence[int], stop: Sequence[int], window: Box) -> Any:
+def within(start: Sequence[int], stop: Sequence[int], window: Box) -> Any:
+    """The index of a box, from start to stop, in the array of a window that contains it."""
     limits = zip(start, stop, window.start, strict=True)
     # with "..." a 0-d part is an array too
     return (*(slice(low - at, high - at) for low, high, at in limits), ...)
