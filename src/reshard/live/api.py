@@ -5,7 +5,7 @@ from __future__ import annotations
 import _thread
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -114,8 +114,7 @@ class Handle:
         call, streams = self._call, self._streams
         call.ticket.owner = None
         try:
-            used = streams.used(call.all_tensors()) if streams.any else nullcontext()
-            with used:
+            with streams.used(call.all_tensors()):
                 self._result = call.run()
         except UndecidedError as undecided:
             self._error = undecided.error
@@ -171,11 +170,6 @@ class SideStreams:
         }
         self._done: dict[torch.device, Any] = {}
 
-    @property
-    def any(self) -> bool:
-        """Whether the move uses a GPU."""
-        return bool(self._begun)
-
     @contextmanager
     def used(self, given: Iterable[torch.Tensor]) -> Iterator[None]:
         """Enqueue the work done inside on the side streams; it reads and writes these tensors."""
@@ -184,7 +178,7 @@ class SideStreams:
                 _stream(device).wait_event(event)
                 entered.enter_context(_cuda.stream(_stream(device)))
             yield
-        for tensor in given if self._begun else ():
+        for tensor in given:
             # The allocator must not reuse memory that these streams still use.
             if tensor.device in self._begun:
                 tensor.record_stream(_stream(tensor.device))
@@ -194,7 +188,7 @@ class SideStreams:
         """Let the caller's streams wait for the move; they use the results from now on."""
         for device, event in self._done.items():
             _cuda.current_stream(device).wait_event(event)
-        for tensor in results if self._done else ():
+        for tensor in results:
             if tensor.device in self._done:
                 tensor.record_stream(_cuda.current_stream(tensor.device))
 

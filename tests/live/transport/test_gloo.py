@@ -12,7 +12,7 @@ import torch.distributed as dist
 import reshard as rs
 from reshard.live.failure import cleanup
 from reshard.live.program.messages import Policy
-from reshard.live.session.threads import Worker
+from reshard.live.session.store import Worker
 from reshard.live.transport import gloo
 from tests.ranks.live import local_of, numbered
 from tests.ranks.pool import Pool, fresh_ranks

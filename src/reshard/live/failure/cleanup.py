@@ -30,20 +30,17 @@ from reshard.live.session.session import (
     session_of,
     sessions,
 )
-from reshard.live.session.store import UndecidedError
-from reshard.live.session.threads import Worker, release_locks_of
+from reshard.live.session.store import UndecidedError, Worker, release_locks_of
 
-__all__ = ["abandon", "clean_up", "fail_and_close", "with_ticket"]
+__all__ = ["abandon", "fail_and_close", "with_ticket"]
 
 CLEANUP_SECONDS = 5.0
 """The longest that an interrupted call waits for the cleanup thread."""
-
 END_SECONDS = 1.0
 """How long the end of a process waits for calls that are being ended."""
 
 _abandoned: queue.SimpleQueue[tuple[Ticket, BaseException] | None] = queue.SimpleQueue()
 """Interrupted calls. `put` is one call of C, so a second exception finds the call in the queue."""
-
 _thread: list[threading.Thread] = []
 
 T = TypeVar("T")
@@ -59,11 +56,17 @@ def with_ticket(
 ) -> T:
     """Run one call of the user, which gets a ticket; see `Ticket` for ``ranks``."""
     if not _thread:
-        _start_thread()
+        thread = threading.Thread(target=_serve, daemon=True, name="reshard-cleanup")
+        thread.start()
+        _thread[:] = [thread]
     ticket = Ticket(group, ranks)
     try:
         if len(open_tickets) > 1:
-            _abandon_earlier(ticket)
+            # Earlier calls of this thread whose error handling was interrupted as well; the
+            # cleanup thread removes tickets meanwhile.
+            for other in open_tickets.copy():
+                if other is not ticket and other.owner == ticket.owner:
+                    abandon(other, LiveError(f"rank {dist.get_rank()} was interrupted twice"))
         return action(ticket, *args, **options)
     except UndecidedError as undecided:
         abandon(ticket, undecided.error, seconds=0.0)
@@ -101,20 +104,12 @@ def abandon(ticket: Ticket, error: BaseException, seconds: float = CLEANUP_SECON
         ticket.owner = None
 
 
-def _abandon_earlier(ticket: Ticket) -> None:
-    """Abandon earlier calls of this thread, whose error handling was interrupted as well."""
-    for other in open_tickets.copy():  # the cleanup thread removes tickets meanwhile
-        if other is not ticket and other.owner == ticket.owner:
-            abandon(other, LiveError(f"rank {dist.get_rank()} was interrupted twice"))
-
-
-def clean_up(ticket: Ticket, error: BaseException) -> None:
-    """Take the number of an interrupted call, and abort the call on the other ranks."""
+def _clean_up(ticket: Ticket, error: BaseException) -> None:
+    """Abort an interrupted call on the other ranks, and free its resources."""
     try:
         if not ticket.over:
-            session = ticket.session or _intended_session(ticket)
-            if session is not None:
-                _abort(session, ticket, error)
+            if ticket.session is not None:
+                _abort(ticket.session, ticket, error)
             if ticket.undo is not None:
                 ticket.undo()
     finally:
@@ -130,14 +125,14 @@ def _begin_cleanup(ticket: Ticket, error: BaseException) -> None:
     """
     session = None if ticket.over else ticket.session or _intended_session(ticket)
     if session is None:
-        clean_up(ticket, error)
+        _clean_up(ticket, error)
         return
     release_locks_of(ticket.owner)
     session.number_of(ticket)
     ticket.session = session
     if session.cleanup_worker is None or not session.cleanup_worker.is_alive:
         session.cleanup_worker = Worker()
-    session.cleanup_worker.submit(partial(clean_up, ticket, error))
+    session.cleanup_worker.submit(partial(_clean_up, ticket, error))
 
 
 def _abort(session: Session, ticket: Ticket, error: BaseException) -> None:
@@ -164,21 +159,14 @@ def _intended_session(ticket: Ticket) -> Session | None:
     group = ticket.group or dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         return None
-    members = dist.get_process_group_ranks(group)
-    named: set[int] = set()
+    ranks = members = set(dist.get_process_group_ranks(group))
     if ticket.ranks is not None:
         with contextlib.suppress(Exception):  # the arguments may be wrong
-            named = set(ticket.ranks())
-    ranks = sorted(named) if named and named <= set(members) else sorted(members)
-    if len(ranks) < 2 or dist.get_rank() not in ranks:
-        return None
-    return session_of(group, ranks)
-
-
-def _start_thread() -> None:
-    thread = threading.Thread(target=_serve, daemon=True, name="reshard-cleanup")
-    thread.start()
-    _thread[:] = [thread]
+            ranks = set(ticket.ranks())
+    if not ranks or not ranks <= members:
+        ranks = members
+    is_one = len(ranks) > 1 and dist.get_rank() in ranks
+    return session_of(group, sorted(ranks)) if is_one else None
 
 
 def _serve() -> None:

@@ -1,4 +1,4 @@
-"""Connect the ranks of one host, and find out whether they may access each other's memory.
+"""Connect to the session's store, and the ranks of one host to each other.
 
 Two ranks are on one host when they run under one kernel (its boot id) and in one network and IPC
 namespace. Host names prove nothing: containers share them, and clones of a machine have equal ones.
@@ -6,13 +6,14 @@ namespace. Host names prove nothing: containers share them, and clones of a mach
 Every rank listens on an abstract unix socket (no file, gone with the process); the higher rank of a
 pair connects to the lower. Each proves that it belongs to the session by the random name of its own
 socket, which is known only through the store; the kernel tells the process id of the peer; and each
-tries to read a number from the other's memory.
+tries to read a number from the other's memory, to find out whether they may access it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import secrets
@@ -21,27 +22,35 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from datetime import timedelta
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 from reshard.errors import LiveError, PeerLostError
 from reshard.live.copy.host import allow_access, read_memory
 from reshard.live.program.messages import IovecCall
 from reshard.live.session.shared_memory import AbortFlags, SharedBuffer
+from reshard.live.session.store import TCPStore, Worker
 
-__all__ = ["HostPeer", "Listener", "SilentPeersError", "closed_by", "host_identity"]
+__all__ = [
+    "HostPeer", "Listener", "SilentPeersError", "closed_by", "connect_store", "host_identity",
+    "serve_store",
+]  # fmt: skip
 
 BROKEN_PEER = (OSError, ValueError, TypeError, IndexError)
 """Exceptions raised when a peer has exited or sends malformed data."""
-
 MAX_INTRODUCTION = 4096
 """Bytes of one introduction."""
-
 ACCEPT_SECONDS = 0.25
 """How long to wait for a connection before checking whether the rendezvous has failed."""
-
 INTRODUCE_SECONDS = 2.0
 """How long a process that connected may take to say which rank it is."""
+CONNECT_SECONDS, CONNECT_AGAIN = 10.0, 0.1
+"""How long a store may take to accept a connection, and seconds between two looks at it."""
+SIOCGIFADDR = 0x8915
+UNIX = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
+DATAGRAM = (socket.AF_INET, socket.SOCK_DGRAM)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +80,7 @@ class Listener:
         self.rank = rank
         self.name = f"reshard-{secrets.token_hex(16)}"
         self.flags = AbortFlags.create()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener = socket.socket(*UNIX)
         self._listener.bind("\0" + self.name)
         self._listener.listen(1024)
         self._probe = ctypes.c_uint64(secrets.randbits(64))
@@ -95,7 +104,7 @@ class Listener:
         try:
             for peer in sorted(rank for rank in names if rank < self.rank):
                 with self._blaming(peer):
-                    sockets[peer] = link = _new_socket()
+                    sockets[peer] = link = socket.socket(*UNIX)
                     link.settimeout(_left(end))
                     link.connect("\0" + names[peer])
                     link.send(json.dumps([self.rank, self.name]).encode())
@@ -138,7 +147,7 @@ class Listener:
             if link is None or _is_closed(link):
                 if link is not None:
                     link.close()
-                self._watched[peer] = link = _new_socket()
+                self._watched[peer] = link = socket.socket(*UNIX)
                 link.setblocking(False)
                 try:
                     link.connect("\0" + name)
@@ -233,10 +242,6 @@ def _is_closed(link: socket.socket) -> bool:
         return True
 
 
-def _new_socket() -> socket.socket:
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-
 def _left(end: float) -> float:
     return max(end - time.monotonic(), 0.001)
 
@@ -264,3 +269,85 @@ def host_identity() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespaces = [Path(f"/proc/self/ns/{kind}").readlink() for kind in ("net", "ipc")]
     return "/".join([boot, *map(str, namespaces)])
+
+
+def serve_store() -> tuple[TCPStore, dict[str, Any]]:
+    """Serve a session's store on its lowest rank; returns the store, and its port and addresses."""
+    # torch resolves the name of every peer that connects, and accepts no other peer meanwhile. On
+    # an IPv4 socket the ranks of this host come from 127.0.0.1, which needs no name server.
+    listener = socket.create_server(("", 0), backlog=1024)
+    port = int(listener.getsockname()[1])
+    store = TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=CONNECT_SECONDS),
+        master_listen_fd=listener.detach(),
+    )
+    return store, {"port": port, "addresses": _addresses()}
+
+
+def connect_store(
+    hosts: Sequence[str],
+    port: int,
+    seconds: float,
+    check: Callable[[], object],
+    describe: Callable[[str], str],
+) -> TCPStore:
+    """Connect to a session's store at the first address that answers.
+
+    ``check`` raises if another rank has failed; ``describe`` makes the text of the error.
+    """
+    end, worker = time.monotonic() + seconds, Worker()
+    try:
+        while True:
+            limit = min(max(end - time.monotonic(), 1.0), CONNECT_SECONDS) / len(hosts)
+            errors: list[str] = []
+            for host in hosts:
+                # torch waits without a limit for the first answer of a process that is stopped.
+                task = worker.submit(partial(_connected_store, host, port, limit))
+                while not task.wait(CONNECT_AGAIN) and time.monotonic() < end:
+                    check()
+                if not task.done:
+                    errors.append(f"{host} port {port}: no answer within {seconds:g} s")
+                elif isinstance(task.error, OSError | RuntimeError):
+                    errors.append(f"{host} port {port}: {str(task.error).splitlines()[0]}")
+                else:
+                    return task.result()
+            check()
+            if time.monotonic() > end:
+                raise PeerLostError(describe("; ".join(errors)))
+            time.sleep(CONNECT_AGAIN)
+    finally:
+        worker.end()
+
+
+def _connected_store(host: str, port: int, seconds: float) -> TCPStore:
+    # torch takes up to three times its timeout, and logs pages about it, so a probe comes first.
+    # socket.create_connection would import the codec of host names, which takes longer.
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.settimeout(seconds)
+        probe.connect((host, port))
+    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds / 3))
+    store.set_timeout(timedelta(seconds=CONNECT_SECONDS))
+    return store
+
+
+def _addresses() -> list[str]:
+    """Addresses of this host: of the interfaces that the user named, of the route, of its name."""
+    addresses: list[str] = []
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        for interface in os.environ.get(name, "").split(","):
+            with contextlib.suppress(OSError), socket.socket(*DATAGRAM) as probe:
+                request = struct.pack("256s", interface.strip("=^").encode()[:15])
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+                addresses.append(socket.inet_ntoa(answer[20:24]))
+    master = os.environ.get("MASTER_ADDR")
+    if master:
+        with contextlib.suppress(OSError), socket.socket(*DATAGRAM) as probe:
+            probe.connect((master, 9))  # sends nothing
+            addresses.append(str(probe.getsockname()[0]))
+    with contextlib.suppress(OSError):
+        addresses.append(socket.gethostbyname(socket.gethostname()))
+    return [*dict.fromkeys(address for address in addresses if address)] or ["127.0.0.1"]

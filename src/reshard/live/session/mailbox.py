@@ -32,7 +32,7 @@ from reshard.live.session.control import (
     Waiting,
 )
 from reshard.live.session.shared_memory import SharedBuffer
-from reshard.live.session.threads import OwnedLock
+from reshard.live.session.store import OwnedLock
 
 __all__ = ["MAX_AHEAD", "MAX_TEXT", "Inbox", "Mailbox", "decode", "encode"]
 

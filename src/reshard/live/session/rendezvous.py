@@ -29,7 +29,9 @@ from reshard.live.session.listener import (
     Listener,
     SilentPeersError,
     closed_by,
+    connect_store,
     host_identity,
+    serve_store,
 )
 from reshard.live.session.mailbox import Mailbox
 from reshard.live.session.shared_memory import AbortFlags, BufferPool, SharedBuffer
@@ -40,9 +42,7 @@ from reshard.live.session.store import (
     StoreClient,
     StoreGoneError,
     TCPStore,
-    connect_store,
     poll_until,
-    serve_store,
 )
 from reshard.live.session.wait_graph import Member, WaitGraph
 

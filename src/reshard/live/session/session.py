@@ -23,8 +23,7 @@ from reshard.layout.mesh import format_ranks
 from reshard.live.session.control import Calls, Cause, Tag
 from reshard.live.session.mailbox import MAX_AHEAD
 from reshard.live.session.rendezvous import CONNECTED, Connections, Rendezvous, decide
-from reshard.live.session.store import Store, UndecidedError, own_connection
-from reshard.live.session.threads import OwnedLock, Worker
+from reshard.live.session.store import OwnedLock, Store, UndecidedError, Worker, own_connection
 from reshard.text import count, log
 
 __all__ = ["Session", "Ticket", "all_connections", "open_tickets", "session_of", "sessions"]

@@ -20,7 +20,7 @@ import numpy as np
 
 from reshard.live.copy.cuda_driver import CudaError, Driver
 from reshard.live.copy.host import array_at
-from reshard.live.session.threads import OwnedLock
+from reshard.live.session.store import OwnedLock
 
 __all__ = [
     "DONE", "REACHED", "AbortFlags", "BufferPool", "CallSignals", "SharedBuffer", "Signals",

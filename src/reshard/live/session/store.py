@@ -1,10 +1,14 @@
-"""The store of a session, and that of the caller's process group.
+"""Requests to the stores of a session, the worker threads that make them, and locks.
+
+A signal handler may raise between any two bytecodes of the main thread, error handling included.
+So everything that threads share changes in single calls of C: a dict entry, a queue item.
+`threading.Lock` in a `with` statement, `Future` and `Event` are not safe in this sense.
 
 In its own store, which the lowest rank serves, the ranks of a session compare plans and post why a
 call failed. The caller's group only carries its address, so its failure cannot break that group.
 
-In the store of the caller's group the ranks of a session find each other. Torch serves it in one
-process of the job, or in the launcher.
+In the store of the caller's group, which torch serves in one process of the job or in the launcher,
+the ranks of a session find each other.
 
 A store whose host is unreachable, or whose process is stopped (SIGSTOP), neither answers nor fails,
 so worker threads make all requests, and callers wait for them with a time limit. What becomes of a
@@ -13,27 +17,24 @@ request that was not answered is open, because the process may go on later: an `
 
 from __future__ import annotations
 
+import _thread
 import contextlib
-import fcntl
 import os
+import queue
 import socket
-import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, Work
 
 from reshard.errors import MoveTimeoutError, PeerLostError
-from reshard.live.session.threads import Task, Worker
 
 __all__ = [
-    "REQUEST_SECONDS", "GroupStore", "PrefixStore", "Store", "StoreClient", "StoreGoneError",
-    "TCPStore", "UndecidedError", "Work", "clone_of", "connect_store", "own_connection",
-    "poll_until", "serve_store",
+    "REQUEST_SECONDS", "GroupStore", "OwnedLock", "PrefixStore", "Store", "StoreClient",
+    "StoreGoneError", "TCPStore", "Task", "UndecidedError", "Work", "Worker", "clone_of",
+    "own_connection", "poll_until", "release_locks_of",
 ]  # fmt: skip
 
 REQUEST_SECONDS = 1.0
@@ -41,19 +42,145 @@ REQUEST_SECONDS = 1.0
 
 END_SECONDS = 1.0
 SECOND_LOOK = 0.2
-CONNECT_SECONDS = 10.0
-"""How long a store may take to accept a connection."""
-CONNECT_AGAIN = 0.1
 LOOK_AFTER = 0.5
 """Seconds after which a rank that cannot connect looks whether the store is still served."""
 
 MAX_LEFT = 4
 """Connections that a client replaces while none of them answers."""
-SIOCGIFADDR = 0x8915
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """The environment variable by which torchrun says that it serves the store itself."""
 
 T = TypeVar("T")
+Outcome = tuple[Any, BaseException | None]
+
+FIRST_PAUSE, LAST_PAUSE = 0.00005, 0.005
+
+_holders: dict[OwnedLock, int] = {}
+"""The thread that holds each lock; a lock that is free has no entry."""
+
+
+class OwnedLock:
+    """A lock that knows which thread holds it; the holder may enter again.
+
+    When an exception has taken a thread out of its call, the cleanup thread releases the locks that
+    it still holds. Blocks are short, and those of one lock are not nested.
+    """
+
+    def __enter__(self) -> None:
+        me, pause = _thread.get_ident(), FIRST_PAUSE
+        # One call of C: there is no moment at which the lock is taken and its holder unknown.
+        while _holders.setdefault(self, me) != me:
+            time.sleep(pause)
+            pause = min(2 * pause, LAST_PAUSE)
+
+    def __exit__(self, *_: object) -> None:
+        _holders.pop(self, None)
+
+    def try_acquire(self) -> bool:
+        """Acquire the lock unless another thread holds it; whether this thread holds it."""
+        me = _thread.get_ident()
+        return _holders.setdefault(self, me) == me
+
+    release = __exit__
+
+
+def release_locks_of(thread: int | None) -> None:
+    """Release all locks of a thread that an exception has taken out of its call."""
+    for lock, holder in list(_holders.items()):
+        if holder == thread:
+            _holders.pop(lock, None)
+
+
+class Task(Generic[T]):
+    """Work for a `Worker`, and its outcome."""
+
+    __slots__ = ("_action", "_outcome", "_reply")
+
+    def __init__(self, action: Callable[[], T]) -> None:
+        self._action: Callable[[], T] | None = action
+        self._reply: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._outcome: Outcome | None = None
+
+    def run(self) -> None:
+        """Do the work; `result` raises what it raises."""
+        assert self._action is not None
+        try:
+            outcome: Outcome = (self._action(), None)
+        except BaseException as error:
+            outcome = (None, error)
+        self._action = None  # it may refer to tensors
+        self._reply.put(outcome)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until the work is done, up to a limit; whether it is done."""
+        if self._outcome is None:
+            try:
+                self._outcome = self._reply.get(timeout=seconds)
+            except queue.Empty:
+                return False
+        return True
+
+    @property
+    def done(self) -> bool:
+        """Whether the work is done."""
+        return self._outcome is not None or not self._reply.empty()
+
+    @property
+    def error(self) -> BaseException | None:
+        """The exception of work that is done."""
+        self.wait(0.0)
+        assert self._outcome is not None
+        return self._outcome[1]
+
+    def result(self) -> T:
+        """The result of work that is done, or its exception."""
+        error = self.error
+        if error is not None:
+            raise error
+        assert self._outcome is not None
+        result: T = self._outcome[0]
+        return result
+
+
+class Worker:
+    """A daemon thread that runs tasks in the order in which they were submitted."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[Task[Any] | None] = queue.SimpleQueue()
+        self._ended = _thread.allocate_lock()
+        self._ended.acquire()
+        self._ident = _thread.start_new_thread(self._serve, (self._tasks, self._ended))
+
+    @staticmethod
+    def _serve(tasks: queue.SimpleQueue[Task[Any] | None], ended: _thread.LockType) -> None:
+        try:
+            while (task := tasks.get()) is not None:
+                task.run()
+                del task  # an idle thread must keep nothing alive
+        finally:
+            ended.release()
+
+    def submit(self, action: Callable[[], T]) -> Task[T]:
+        """Run an action after everything that was submitted before."""
+        task = Task(action)
+        self._tasks.put(task)
+        return task
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread has not ended."""
+        return self._ended.locked()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is the thread itself: garbage collection may run there."""
+        return self._ident == _thread.get_ident()
+
+    def end(self, seconds: float = 0.0) -> None:
+        """End the thread after its tasks, and wait for that, up to a limit."""
+        self._tasks.put(None)
+        if seconds and not self.is_current and self._ended.acquire(timeout=seconds):
+            self._ended.release()
 
 
 def clone_of(store: Store) -> Store:
@@ -183,92 +310,6 @@ class StoreClient:
     def close(self) -> None:
         """End the worker, and wait for it: it must not use the store when the process ends."""
         self._worker.end(END_SECONDS)
-
-
-def serve_store() -> tuple[TCPStore, dict[str, Any]]:
-    """Serve a session's store on its lowest rank; returns the store, and its port and addresses."""
-    # torch resolves the name of every peer that connects, and accepts no other peer meanwhile. On
-    # an IPv4 socket the ranks of this host come from 127.0.0.1, which needs no name server.
-    listener = socket.create_server(("", 0), backlog=1024)
-    port = int(listener.getsockname()[1])
-    store = TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=CONNECT_SECONDS),
-        master_listen_fd=listener.detach(),
-    )
-    return store, {"port": port, "addresses": _addresses()}
-
-
-def connect_store(
-    hosts: Sequence[str],
-    port: int,
-    seconds: float,
-    check: Callable[[], object],
-    describe: Callable[[str], str],
-) -> TCPStore:
-    """Connect to a session's store at the first address that answers.
-
-    ``check`` raises if another rank has failed; ``describe`` makes the text of the error.
-    """
-    end, worker = time.monotonic() + seconds, Worker()
-    try:
-        while True:
-            limit = min(max(end - time.monotonic(), 1.0), CONNECT_SECONDS) / len(hosts)
-            errors: list[str] = []
-            for host in hosts:
-                # torch waits without a limit for the first answer of a process that is stopped.
-                task = worker.submit(partial(_connected_store, host, port, limit))
-                while not task.wait(CONNECT_AGAIN) and time.monotonic() < end:
-                    check()
-                if not task.done:
-                    errors.append(f"{host} port {port}: no answer within {seconds:g} s")
-                elif isinstance(task.error, OSError | RuntimeError):
-                    errors.append(f"{host} port {port}: {str(task.error).splitlines()[0]}")
-                else:
-                    return task.result()
-            check()
-            if time.monotonic() > end:
-                raise PeerLostError(describe("; ".join(errors)))
-            time.sleep(CONNECT_AGAIN)
-    finally:
-        worker.end()
-
-
-def _connected_store(host: str, port: int, seconds: float) -> TCPStore:
-    # torch takes up to three times its timeout, and logs pages about it, so a probe comes first.
-    # socket.create_connection would import the codec of host names, which takes longer.
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.settimeout(seconds)
-        probe.connect((host, port))
-    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds / 3))
-    store.set_timeout(timedelta(seconds=CONNECT_SECONDS))
-    return store
-
-
-def _addresses() -> list[str]:
-    """Addresses of this host: of the interfaces that the user named, of the route, of its name."""
-    addresses: list[str] = []
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        for interface in os.environ.get(name, "").split(","):
-            with contextlib.suppress(OSError), _datagram_socket() as probe:
-                request = struct.pack("256s", interface.strip("=^").encode()[:15])
-                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
-                addresses.append(socket.inet_ntoa(answer[20:24]))
-    master = os.environ.get("MASTER_ADDR")
-    if master:
-        with contextlib.suppress(OSError), _datagram_socket() as probe:
-            probe.connect((master, 9))  # sends nothing
-            addresses.append(str(probe.getsockname()[0]))
-    with contextlib.suppress(OSError):
-        addresses.append(socket.gethostbyname(socket.gethostname()))
-    return [*dict.fromkeys(address for address in addresses if address)] or ["127.0.0.1"]
-
-
-def _datagram_socket() -> socket.socket:
-    return socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 
 
 class UndecidedError(Exception):

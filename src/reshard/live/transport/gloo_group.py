@@ -28,8 +28,7 @@ from reshard.live.failure.agreement import forget, meet
 from reshard.live.failure.watch import Watch, abort_key
 from reshard.live.session.control import Cause
 from reshard.live.session.rendezvous import Connections
-from reshard.live.session.store import PrefixStore, Store, Work, clone_of
-from reshard.live.session.threads import OwnedLock, Task, Worker
+from reshard.live.session.store import OwnedLock, PrefixStore, Store, Task, Work, Worker, clone_of
 
 __all__ = ["UNWATCHED", "GlooGroup", "GlooGroups", "Pending", "begin_epoch", "finish_epoch"]
 

@@ -18,7 +18,7 @@ from reshard.live.failure.watch import FIRST_PAUSE, LOOK_EVERY, PAUSE_GROWTH, Wa
 from reshard.live.session.control import Cause
 from reshard.live.session.rendezvous import Connections, Resource
 from reshard.live.session.session import Ticket
-from reshard.live.session.threads import Worker
+from reshard.live.session.store import Worker
 
 __all__ = ["Abortable", "InFlight", "InFlightCall", "Work", "check_earlier_calls"]
 

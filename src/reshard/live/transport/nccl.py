@@ -36,8 +36,7 @@ from reshard.live.program.messages import NCCL, Message, lay_out, message_of, on
 from reshard.live.program.rounds import Program, Round, Transfer
 from reshard.live.session.control import Cause, Ready
 from reshard.live.session.rendezvous import Connections, Resource
-from reshard.live.session.store import PrefixStore, clone_of
-from reshard.live.session.threads import Task
+from reshard.live.session.store import PrefixStore, Task, clone_of
 from reshard.live.transport.base import Transport
 from reshard.live.transport.gloo import GlooHellos, direct_views
 from reshard.live.transport.gloo_group import UNWATCHED, GlooGroup, begin_epoch, finish_epoch

@@ -29,8 +29,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.errors import LiveError, MoveTimeoutError, PeerLostError
-from reshard.live.session.store import PrefixStore, Store
-from reshard.live.session.threads import Task, Worker
+from reshard.live.session.store import PrefixStore, Store, Task, Worker
 
 __all__ = ["NcclGroup", "NcclWork", "WaitForTask"]
 
