@@ -12,16 +12,18 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from random import Random
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 import reshard as rs
+from reshard.live import call
 from reshard.live.call import Call
 from reshard.live.failure.cleanup import with_ticket
 from reshard.live.inputs.request import options_from
@@ -555,6 +557,13 @@ def refusals() -> None:
         out = plan.run(both, timeout=10, check="always", transport="auto")["tensor"]
         assert out.device == both["tensor"].device
         assert torch.equal(out.cpu(), local(full, want))
+    if PEER_MEMORY:
+        anew: Any = {"timeout": 10, "check": "always", "transport": "auto"}
+        plan.run({"tensor": mine}, sync=True, **anew)
+        placed = mock.patch.object(call, "placement_of", return_value="cpu")
+        with placed if STAND_IN else nullcontext():
+            out = plan.run({"tensor": mine.cpu()}, **anew)["tensor"]  # on no GPU any more
+        assert torch.equal(out, local(full, want))
     check_group()
 
 

@@ -220,8 +220,11 @@ class Call:
         if self._compares:
             texts = compare(watch, self._signature(bound))
             option, gpu = self.options.transport, self._gpu(bound)
-            if option != "auto" or any(text.startswith(GPU) for text in texts.values()):
-                session.routes[key] = find_routes(watch, option, self.plan, gpu, texts)
+            on_gpus = option != "auto" or any(text.startswith(GPU) for text in texts.values())
+            # None as well, so that routes of an earlier comparison do not count any more.
+            session.routes[key] = (
+                find_routes(watch, option, self.plan, gpu, texts) if on_gpus else None
+            )
             session.has_compared(key)
             self._compares = False
         while key not in session.agreed and session.is_comparing(key):
