@@ -52,25 +52,20 @@ class CompiledPlan:
         """For contiguous tensors."""
         self._strided: dict[tuple[object, ...], Program] = {}
         """Programs for tensors that are not contiguous."""
-        program = self.contiguous
-        self.shows_progress = rank == plan.parties[0] and program.total >= MIN_BYTES
+        self.shows_progress = rank == plan.parties[0] and self.contiguous.total >= MIN_BYTES
         """Whether this rank shows a progress bar if standard error is a terminal."""
         self.group: Callable[[], dist.ProcessGroup | None] = lambda: None
         """The process group of the last call."""
-        self._session: Callable[[], Session | None] = lambda: None
-
-    def use_group(self, group: dist.ProcessGroup) -> None:
-        """The calls that follow are in this process group."""
-        self.group, self._session = weakref.ref(group), lambda: None
+        self.known_session: Callable[[], Session | None] = lambda: None
 
     def session(self) -> Session:
         """The session of the plan's ranks in the group of the last call."""
-        found = self._session()
+        found = self.known_session()
         if found is None:
             group = self.group()
             assert group is not None
             found = session_of(group, self.ranks)
-            self._session = weakref.ref(found)
+            self.known_session = weakref.ref(found)
         return found
 
     def program_for(self, bound: BoundTensors) -> Program:
@@ -181,5 +176,5 @@ def compiled_plan(plan: Plan, given: dist.ProcessGroup | None) -> CompiledPlan |
             "rank %d: compiled plan %.8s of %s in %.3f s", rank, plan.digest,
             count(len(plan.want), "tensor"), time.perf_counter() - began,
         )  # fmt: skip
-    compiled.use_group(group)
+    compiled.group, compiled.known_session = weakref.ref(group), lambda: None
     return compiled

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from reshard.errors import PeerLostError
+from reshard.live.session.mailbox import Inbox, Mailbox
 from reshard.live.session.store import MAX_LEFT, StoreClient
+from reshard.live.session.wait_graph import WaitGraph
 
 
 class SilentStore:
@@ -25,6 +29,14 @@ class SilentStore:
         """Answer a request."""
         assert self.answers.wait(60)
         return keys == ["key"]
+
+    def set(self, key: str, value: str) -> None:
+        """The same."""
+        assert self.answers.wait(60)
+
+    def delete_key(self, key: str) -> None:
+        """The same."""
+        assert self.answers.wait(60)
 
 
 def test_connections_are_replaced_while_the_store_is_silent_but_not_without_end() -> None:
@@ -44,3 +56,22 @@ def test_connections_are_replaced_while_the_store_is_silent_but_not_without_end(
     client.renew()
     assert not client._left
     client.close()
+
+
+def test_a_rank_that_has_its_data_does_not_wait_for_a_silent_store() -> None:
+    """Its record in the session, and that for other sessions, are withdrawn without an answer."""
+    answers = threading.Event()
+    store: Any = SilentStore(answers)
+    client, mailbox = StoreClient(store, 0, 0.05), Mailbox({})
+    session: Any = SimpleNamespace(rank=1, ranks=(0, 1, 2), group_store=store, key="{}/{}".format)
+    graph = WaitGraph(session, 7, "the move")
+    graph.attach(mailbox, client, Inbox(), 10.0)
+    graph.post([2], "its part")
+    assert graph.outcome() is None
+    began = time.monotonic()
+    graph.withdraw()
+    graph.close()
+    assert time.monotonic() - began < 0.5
+    answers.set()
+    client.close()
+    mailbox.shut()

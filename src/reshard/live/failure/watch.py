@@ -217,7 +217,7 @@ class Watch:
             self.mailbox.send(peer, Alive(self.call))
         if len(connections.peers) + 1 < len(connections.ranks):
             with contextlib.suppress(PeerLostError):
-                connections.client.set(f"alive/{connections.rank}", str(now), REQUEST_SECONDS)
+                connections.client.post(f"alive/{connections.rank}", str(now))
         self.mailbox.step(0.0)
         self.check()
 

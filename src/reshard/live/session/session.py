@@ -165,8 +165,8 @@ class Session:
 
     def _calls_before(self, ticket: Ticket) -> list[Ticket]:
         """The calls of this session with lower numbers that are not over."""
-        of_session = [one for one in tuple(open_tickets) if one.session is self]
-        return [one for one in of_session if 0 <= one.number < ticket.number]
+        still = tuple(open_tickets)
+        return [one for one in still if one.session is self and 0 <= one.number < ticket.number]
 
     def number_of(self, ticket: Ticket) -> int:
         """The number of an interrupted call, taken now if the exception came before that."""
@@ -205,8 +205,8 @@ class Session:
 
     def connect(self, ticket: Ticket, timeout: float, what: str) -> Connections:
         """Connect the ranks; ``what`` is what the call does, for errors."""
-        # All ranks must connect in the same call: the first that has not given up.
         began = time.monotonic()
+        # All ranks must connect in the same call: the first that has not given up.
         while self.connections is None and (earlier := self._calls_before(ticket)):
             is_late = time.monotonic() - began > timeout
             if is_late and any(one.abandoned for one in earlier):
@@ -256,10 +256,8 @@ def session_of(group: dist.ProcessGroup, ranks: Sequence[int]) -> Session:
     """The session of these ranks; it connects them only when a call needs that."""
     of_group = _sessions.get(group)
     session = None if of_group is None else of_group.get(tuple(ranks))
-    return _new_session(group, tuple(sorted(ranks))) if session is None else session
-
-
-def _new_session(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> Session:
+    if session is not None:
+        return session
     members = dist.get_process_group_ranks(group)
     outside = sorted(set(ranks) - set(members))
     if outside:
@@ -272,7 +270,8 @@ def _new_session(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> Session:
         if of_group is None:
             of_group = _sessions[group] = {}
             weakref.finalize(group, _close_all, of_group).atexit = False
-    return _registered(of_group, group.get_group_store(), dist.get_rank(), ranks)
+    store, ordered = group.get_group_store(), tuple(sorted(ranks))
+    return _registered(of_group, store, dist.get_rank(), ordered)
 
 
 def _registered(of_group: Sessions, store: Store, rank: int, ranks: tuple[int, ...]) -> Session:

@@ -33,9 +33,7 @@ class SharedBuffer:
     """A shared buffer that this process has created, or mapped from another process."""
 
     def __init__(self, num_bytes: int, number: int, fd: int) -> None:
-        self.num_bytes = num_bytes
-        self.number = number
-        self.fd = fd
+        self.num_bytes, self.number, self.fd = num_bytes, number, fd
         self._map = mmap.mmap(fd, num_bytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.known_to: set[int] = set()
@@ -99,29 +97,26 @@ class BufferPool:
         """``retire`` frees a buffer; ``has_read`` says whether a peer has read all of a call."""
         self._free: list[SharedBuffer] = []
         self._lock = OwnedLock()
-        self.retire = retire
-        self._has_read = has_read
+        self.retire, self._has_read = retire, has_read
 
     def take(self, num_bytes: int) -> SharedBuffer:
-        """Take the smallest buffer of at least this size, or a new one, for one call."""
+        """Take the smallest buffer of at least this size, or a new one, for one call.
+
+        A new one replaces all that are idle.
+        """
+        read = self._has_read
         with self._lock:
-            best = None
-            for buffer in self._free:
-                if num_bytes <= buffer.num_bytes and (
-                    best is None or buffer.num_bytes < best.num_bytes
-                ):
-                    best = buffer if self._is_idle(buffer) else best
-            idle = [one for one in self._free if self._is_idle(one)] if best is None else [best]
+            idle = [one for one in self._free if all(map(read, one.loans, one.loans.values()))]
+            fitting = [one for one in idle if one.num_bytes >= num_bytes]
+            if fitting:
+                idle = [min(fitting, key=lambda one: one.num_bytes)]
             self._free = [buffer for buffer in self._free if buffer not in idle]
-        if best is not None:
-            return best
+        if fitting:
+            return idle[0]
         for buffer in idle:
             self.retire(buffer)
         page = mmap.PAGESIZE
         return SharedBuffer.create(max(1, -(-num_bytes // page)) * page)
-
-    def _is_idle(self, buffer: SharedBuffer) -> bool:
-        return all(map(self._has_read, buffer.loans, buffer.loans.values()))
 
     def end_call(
         self, used: list[SharedBuffer], call: int, unread_by: Iterable[int], ok: bool
@@ -155,7 +150,6 @@ class BufferPool:
 
 SLOTS = 64
 """Calls whose flags a page holds at a time."""
-
 FLAG_BYTES = 2 * SLOTS * 8
 
 
@@ -213,10 +207,8 @@ class AbortFlags:
 
 REACHED, DONE = 0, 1
 """The two signals of a rank in a call: how far its tensors are ready, and its own reads done."""
-
 SIGNAL_SLOTS = 1024
 """Calls whose signals a page holds at a time."""
-
 LAST_STEP = (1 << 32) - 1
 
 

@@ -32,9 +32,9 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, Work
 from reshard.errors import MoveTimeoutError, PeerLostError
 
 __all__ = [
-    "REQUEST_SECONDS", "GroupStore", "OwnedLock", "PrefixStore", "Store", "StoreClient",
-    "StoreGoneError", "TCPStore", "Task", "UndecidedError", "Work", "Worker", "clone_of",
-    "own_connection", "poll_until", "release_locks_of",
+    "END_SECONDS", "REQUEST_SECONDS", "GroupStore", "OwnedLock", "PrefixStore", "Store",
+    "StoreClient", "StoreGoneError", "TCPStore", "Task", "UndecidedError", "Work", "Worker",
+    "clone_of", "own_connection", "poll_until", "release_locks_of",
 ]  # fmt: skip
 
 REQUEST_SECONDS = 1.0
@@ -259,9 +259,13 @@ class StoreClient:
         """Whether all keys are in the store."""
         return bool(self.request(lambda store: store.check(keys)))
 
-    def set(self, key: str, value: str, seconds: float | None = None) -> None:
+    def set(self, key: str, value: str) -> None:
         """Write a value."""
-        self.request(lambda store: store.set(key, value), seconds)
+        self.request(lambda store: store.set(key, value))
+
+    def post(self, key: str, value: str) -> None:
+        """Write a value that other ranks can do without: does not wait for the answer."""
+        self.begin(lambda store: store.set(key, value), REQUEST_SECONDS)
 
     def values(self, keys: Mapping[int, str], seconds: float | None = None) -> dict[int, bytes]:
         """The values of those keys that are in the store."""
@@ -307,9 +311,9 @@ class StoreClient:
             "cause can be told; end the job or make a new process group without that rank"
         )
 
-    def close(self) -> None:
+    def close(self, seconds: float = END_SECONDS) -> None:
         """End the worker, and wait for it: it must not use the store when the process ends."""
-        self._worker.end(END_SECONDS)
+        self._worker.end(seconds)
 
 
 class UndecidedError(Exception):
@@ -361,10 +365,10 @@ class GroupStore(StoreClient):
         super().__init__(store, rank, seconds)
         self._own, self._rank, self._what = None, rank, what
 
-    def close(self) -> None:
+    def close(self, seconds: float = END_SECONDS) -> None:
         """End the worker; a thread that still waits in this rendezvous fails at once."""
         self._end = self._end or "this rank has given up"
-        super().close()
+        super().close(seconds)
 
     def finish(self, task: Task[T], seconds: float | None = None) -> T:
         # torch tries to connect for as long as it may, also to a process that has ended.

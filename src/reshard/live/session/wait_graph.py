@@ -28,7 +28,7 @@ from reshard.errors import PeerLostError
 from reshard.layout.mesh import format_ranks
 from reshard.live.session.control import Calls, Cause, Waiting
 from reshard.live.session.mailbox import Inbox, Mailbox
-from reshard.live.session.store import REQUEST_SECONDS, Store, StoreClient
+from reshard.live.session.store import END_SECONDS, REQUEST_SECONDS, Store, StoreClient
 
 __all__ = ["Member", "Wait", "WaitGraph"]
 
@@ -165,7 +165,7 @@ class WaitGraph:
             self._mailbox.send(peer, Waiting(self.call, text.encode()))
         key = f"wait/{self.call % SLOTS}/{self._session.rank}"
         with contextlib.suppress(PeerLostError):
-            self._session_client.set(key, text, REQUEST_SECONDS)
+            self._session_client.post(key, text)
 
     def record_of(self, rank: int) -> Wait | None:
         """The record that another rank has posted, if any; None if it is old."""
@@ -275,7 +275,7 @@ class WaitGraph:
             more = (tuple(sorted(awaited)), self._what, False, self._token, self._beat)
             record = Wait(self._session.ranks, self.call, *more).to_json()
             key = f"{PREFIX}/record/{self._session.rank}"
-            self._group_client().set(key, record, REQUEST_SECONDS)
+            self._group_client().post(key, record)
             return self._read_verdict() or self._judge()
         return None
 
@@ -350,12 +350,13 @@ class WaitGraph:
         client = self._client
         if client is not None:
             with contextlib.suppress(Exception):  # without the store nobody reads the record
-                client.set(f"{PREFIX}/record/{self._session.rank}", "", REQUEST_SECONDS)
+                client.post(f"{PREFIX}/record/{self._session.rank}", "")
                 verdict = f"{PREFIX}/verdict/{self._token}"
-                client.request(lambda store: store.delete_key(verdict), REQUEST_SECONDS)
+                client.begin(lambda store: store.delete_key(verdict), REQUEST_SECONDS)
             self._client = None
             if self._owns_client:
-                client.close()
+                # The call may have all of its data: it does not wait for a silent store.
+                client.close(0.0 if client.is_stuck else END_SECONDS)
 
 
 def _leads_to_cycle(rank: int, records: Mapping[int, Wait]) -> bool:
