@@ -15,6 +15,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterable
 from itertools import count
+from operator import attrgetter
 
 import numpy as np
 
@@ -27,6 +28,7 @@ __all__ = [
 ]  # fmt: skip
 
 _numbers = count(1)
+_NUM_BYTES = attrgetter("num_bytes")
 
 
 class SharedBuffer:
@@ -104,15 +106,15 @@ class BufferPool:
 
         A new one replaces all that are idle.
         """
-        read = self._has_read
+        read, idle = self._has_read, list[SharedBuffer]()
         with self._lock:
-            idle = [one for one in self._free if all(map(read, one.loans, one.loans.values()))]
-            fitting = [one for one in idle if one.num_bytes >= num_bytes]
-            if fitting:
-                idle = [min(fitting, key=lambda one: one.num_bytes)]
-            self._free = [buffer for buffer in self._free if buffer not in idle]
-        if fitting:
-            return idle[0]
+            for buffer in sorted(self._free, key=_NUM_BYTES):
+                if all(map(read, buffer.loans, buffer.loans.values())):
+                    if buffer.num_bytes >= num_bytes:
+                        self._free = [one for one in self._free if one is not buffer]
+                        return buffer
+                    idle.append(buffer)
+            self._free = [one for one in self._free if one not in idle]
         for buffer in idle:
             self.retire(buffer)
         page = mmap.PAGESIZE
