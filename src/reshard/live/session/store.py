@@ -205,6 +205,7 @@ class StoreClient:
     """One connection to a store, used by a worker; several calls share it: requests are short."""
 
     max_seconds = 15.0
+    _clone = staticmethod(clone_of)
 
     def __init__(self, store: Store, leader: int, seconds: float) -> None:
         self._store, self._leader, self.seconds = store, leader, seconds
@@ -299,7 +300,7 @@ class StoreClient:
 
     def _connected(self) -> Store:
         if self._own is None:
-            self._own = clone_of(self._store)
+            self._own = self._clone(self._store)
         return self._own
 
     def _silent(self, seconds: float) -> Exception:
@@ -360,6 +361,7 @@ class GroupStore(StoreClient):
     """Makes requests to the store for a rank that waits up to ``seconds`` for the others."""
 
     max_seconds = float("inf")
+    _clone = staticmethod(own_connection)
 
     def __init__(self, store: Store, rank: int, seconds: float, what: str) -> None:
         super().__init__(store, rank, seconds)
@@ -376,11 +378,6 @@ class GroupStore(StoreClient):
             self._end = "is gone (it refuses connections)"
             raise self._lost(self._end)
         return super().finish(task, seconds)
-
-    def _connected(self) -> Store:
-        if self._own is None:
-            self._own = own_connection(self._store)
-        return self._own
 
     def _silent(self, seconds: float) -> Exception:
         if seconds < self.seconds:
