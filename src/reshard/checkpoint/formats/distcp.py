@@ -398,8 +398,7 @@ def _paths(planner_data: object) -> dict[str, tuple[str | int, ...]]:
     """The path of each entry in the nested state dict."""
     paths = {}
     for name, path in planner_data.items() if isinstance(planner_data, dict) else ():
-        if not isinstance(name, str) or not isinstance(path, tuple) or len(path) > MAX_KEYS:
-            continue
-        if all(type(part) in (str, int) for part in path):
+        is_path = isinstance(name, str) and isinstance(path, tuple) and len(path) <= MAX_KEYS
+        if is_path and all(type(part) in (str, int) for part in path):
             paths[name] = path
     return paths

@@ -75,7 +75,7 @@ def join_ranks(
     count = 0
     for name, by_rank in held.items():
         with findings.noting():
-            joined[name] = _join(name, by_rank, layouts[name], shapes.get(name), ranks)
+            joined[name] = _Shards(name, layouts[name], by_rank, ranks).joined(shapes.get(name))
             count += len(joined[name].pieces)
             if count > MAX_PIECES:
                 raise UnsupportedError(
@@ -96,118 +96,94 @@ def _blocks(cuts: Cuts) -> Iterator[int]:
                     yield from _blocks(segment.cuts)
 
 
-def _join(
-    name: str,
-    held: Mapping[int, tuple[LocalFile, LocalTensor]],
-    layout: Layout,
-    shape: tuple[int, ...] | None,
-    ranks: Mapping[int, str],
-) -> StoredTensor:
-    if layout.reduce is not None:
-        raise CheckpointError(
-            f'tensor {quoted(name)} has the layout "{layout}", of sums that are pending: give the '
-            "layout of values"
-        )
-    (first, example), *rest = held.values()
-    for file, tensor in rest:
-        if tensor.dtype != example.dtype or len(tensor.shape) != len(example.shape):
-            raise DamageError(
-                f"tensor {quoted(name)} is {example.dtype} of {example.shape} in {first.where} and "
-                f"{tensor.dtype} of {tensor.shape} in {file.where}"
+@dataclass(frozen=True, slots=True)
+class _Shards:
+    """The local tensors of one name, which a layout joins to a global one."""
+
+    name: str
+    layout: Layout
+    held: Mapping[int, tuple[LocalFile, LocalTensor]]
+    ranks: Mapping[int, str]
+    """A file of each rank, for errors."""
+
+    def joined(self, shape: tuple[int, ...] | None) -> StoredTensor:
+        """The global tensor; without a shape it follows from the local shapes."""
+        name, layout, mesh = self.name, self.layout, self.layout.mesh
+        if layout.reduce is not None:
+            raise CheckpointError(
+                f'tensor {quoted(name)} has the layout "{layout}", of sums that are pending: give '
+                "the layout of values"
             )
-    locals_ = {rank: tensor.shape for rank, (_, tensor) in held.items()}
-    shape = shape if shape is not None else _global_shape(name, layout, locals_, ranks)
-    holders = [rank for rank in ranks if layout.holds(rank) is not None]
-    expected = {rank: layout.local_shape(rank, shape) for rank in holders}
-    # A rank may lack a tensor of which it holds no elements, if all other ranks match.
-    fits = all(expected.get(rank) == local for rank, local in locals_.items())
-    for rank in holders:
-        if rank not in locals_ and not (fits and 0 in expected[rank]):
-            raise DamageError(
-                f'{ranks[rank]} has no tensor {quoted(name)}, which "{layout}" on mesh '
-                f"{layout.mesh} puts on rank {rank} too"
+        (first, example), *rest = self.held.values()
+        for file, tensor in rest:
+            if tensor.dtype != example.dtype or len(tensor.shape) != len(example.shape):
+                raise DamageError(
+                    f"tensor {quoted(name)} is {example.dtype} of {example.shape} in "
+                    f"{first.where} and {tensor.dtype} of {tensor.shape} in {file.where}"
+                )
+        holders = [rank for rank in self.ranks if layout.holds(rank) is not None]
+        shape = shape if shape is not None else self._global_shape(example.shape, holders)
+        expected = {rank: layout.local_shape(rank, shape) for rank in holders}
+        # A rank may lack a tensor of which it holds no elements, if all other ranks match.
+        fits = all(expected.get(rank) == one.shape for rank, (_, one) in self.held.items())
+        for rank in holders:
+            if rank not in self.held and not (fits and 0 in expected[rank]):
+                raise DamageError(
+                    f'{self.ranks[rank]} has no tensor {quoted(name)}, which "{layout}" on mesh '
+                    f"{mesh} puts on rank {rank} too"
+                )
+        pieces: list[StoredPiece] = []
+        for rank, (file, tensor) in self.held.items():
+            if rank not in expected:
+                raise DamageError(
+                    f'{file.where} holds tensor {quoted(name)}, which the layout "{layout}" on '
+                    f"mesh {mesh} keeps off rank {rank}"
+                )
+            if tensor.shape != expected[rank]:
+                raise DamageError(
+                    f"{file.where}: tensor {quoted(name)} has the shape {tensor.shape} and "
+                    f'"{layout}" on mesh {mesh} shards {shape} to {expected[rank]} for rank '
+                    f"{rank}: are these the rules and the mesh that wrote it?"
+                )
+            pieces += _stored(file, tensor, layout.pieces(rank, shape))
+        return StoredTensor(name, shape, example.dtype, tuple(sorted(pieces, key=lambda p: p.box)))
+
+    def _global_shape(self, example: tuple[int, ...], holders: Sequence[int]) -> tuple[int, ...]:
+        if self.layout.words.flat:
+            raise UnsupportedError(
+                f'tensor {quoted(self.name)} has the layout "{self.layout}": files of flattened '
+                "tensors do not say their shape and cannot be read"
             )
-    pieces: list[StoredPiece] = []
-    for rank, (file, tensor) in held.items():
-        _check_local(name, layout, shape, expected.get(rank), file, tensor)
-        pieces += _stored(file, tensor, layout.pieces(rank, shape))
-    return StoredTensor(name, shape, example.dtype, tuple(sorted(pieces, key=lambda p: p.box)))
+        try:
+            dims = self.layout.dims(example)
+        except ReshardError as error:
+            raise CheckpointError(f"tensor {quoted(self.name)}: {error}") from None
+        return tuple(self._length(dim, cuts, holders) for dim, cuts in enumerate(dims))
 
+    def _length(self, dim: int, cuts: Cuts, ranks: Sequence[int]) -> int:
+        """The length of a dim: the sum of its parts over the coordinates of the first axis.
 
-def _check_local(
-    name: str,
-    layout: Layout,
-    shape: tuple[int, ...],
-    expected: tuple[int, ...] | None,
-    file: LocalFile,
-    tensor: LocalTensor,
-) -> None:
-    if expected is None:
-        raise DamageError(
-            f'{file.where} holds tensor {quoted(name)}, which the layout "{layout}" on mesh '
-            f"{layout.mesh} keeps off rank {file.rank}"
-        )
-    if tensor.shape != expected:
-        raise DamageError(
-            f"{file.where}: tensor {quoted(name)} has the shape {tensor.shape} and "
-            f'"{layout}" on mesh {layout.mesh} shards {shape} to {expected} for rank {file.rank}: '
-            "are these the rules and the mesh that wrote it?"
-        )
-
-
-def _global_shape(
-    name: str,
-    layout: Layout,
-    locals_: Mapping[int, tuple[int, ...]],
-    ranks: Mapping[int, str],
-) -> tuple[int, ...]:
-    if layout.words.flat:
-        raise UnsupportedError(
-            f'tensor {quoted(name)} has the layout "{layout}": files of flattened tensors do not '
-            "say their shape and cannot be read"
-        )
-    example = next(iter(locals_.values()))
-    try:
-        dims = layout.dims(example)
-    except ReshardError as error:
-        raise CheckpointError(f"tensor {quoted(name)}: {error}") from None
-    holders = [rank for rank in ranks if layout.holds(rank) is not None]
-    return tuple(
-        _length(name, dim, cuts, layout, holders, {r: one[dim] for r, one in locals_.items()})
-        for dim, cuts in enumerate(dims)
-    )
-
-
-def _length(
-    name: str,
-    dim: int,
-    cuts: Cuts,
-    layout: Layout,
-    ranks: Sequence[int],
-    lengths: Mapping[int, int],
-) -> int:
-    """The length of a dim: the sum of its parts over the coordinates of the first axis.
-
-    ``ranks`` are those at one place of the axes to the left; each part is found the same way.
-    """
-    match cuts[:1]:
-        case ():
-            return next((lengths[rank] for rank in ranks if rank in lengths), 0)
-        case (Packed(segments=segments),):
-            return sum(segment.size for segment in segments)
-        case (Ragged(sizes=sizes),):
-            return sum(sizes)
-    (axis,), mesh = axes_of(cuts[:1]), layout.mesh
-    total = 0
-    for at in range(mesh.axes[axis]):
-        part = [rank for rank in ranks if mesh.coords(rank)[axis] == at]
-        if not part:
-            raise DamageError(
-                f'tensor {quoted(name)} is sharded by "{layout}" on mesh {mesh}, and no file holds '
-                f"its part at {axis}={at} of dim {dim}: a rank's file is missing"
-            )
-        total += _length(name, dim, cuts[1:], layout, part, lengths)
-    return total
+        ``ranks`` are those at one place of the axes to the left; each part is found the same way.
+        """
+        match cuts[:1]:
+            case ():
+                held = (self.held[rank][1].shape[dim] for rank in ranks if rank in self.held)
+                return next(held, 0)
+            case (Packed(segments=segments),):
+                return sum(segment.size for segment in segments)
+            case (Ragged(sizes=sizes),):
+                return sum(sizes)
+        (axis,), mesh = axes_of(cuts[:1]), self.layout.mesh
+        total = 0
+        for at in range(mesh.axes[axis]):
+            part = [rank for rank in ranks if mesh.coords(rank)[axis] == at]
+            if not part:
+                raise DamageError(
+                    f'tensor {quoted(self.name)} is sharded by "{self.layout}" on mesh {mesh}, and '
+                    f"no file holds its part at {axis}={at} of dim {dim}: a rank's file is missing"
+                )
+            total += self._length(dim, cuts[1:], part)
+        return total
 
 
 def _stored(file: LocalFile, tensor: LocalTensor, pieces: Sequence[Piece]) -> Iterator[StoredPiece]:

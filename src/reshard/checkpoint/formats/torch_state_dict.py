@@ -27,7 +27,6 @@ from reshard.checkpoint.formats.checks import (
     missing_parts,
     rank_of,
     shown,
-    whole_numbers,
     whole_tensors,
 )
 from reshard.checkpoint.formats.torch_archive import Archive, read_archives
@@ -86,25 +85,17 @@ def check_no_zero(value: Any, where: str) -> None:
         )
     if not any(mark in value for mark in _MARKS):
         return
-    shapes = dict(_parameter_shapes(value.get("param_shapes")))
+    groups = value.get("param_shapes")  # the global shapes: one dict, or one for each group
+    groups = groups[:MAX_ARGS] if isinstance(groups, list) else [groups]
+    shapes = [shape for group in groups if isinstance(group, dict) for shape in group.items()]
+    empty = {name for name, sizes in shapes if isinstance(sizes, tuple) and 0 in sizes[:MAX_ARGS]}
     module = value.get("module")
     for name, tensor in module.items() if isinstance(module, dict) else ():
-        if _is_empty(tensor) and 0 not in shapes.get(name, (1,)):
+        if _is_empty(tensor) and name not in empty:
             raise UnsupportedError(
                 f"{where}: tensor {quoted(name)} is an empty placeholder of DeepSpeed's ZeRO-3, "
                 f"whose parameters are flat parts in other files, which {_ADVICE}"
             )
-
-
-def _parameter_shapes(value: object) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The global shapes of parameters: one dict, or one for each group."""
-    groups = value if isinstance(value, list) else [value]
-    for group in groups[:MAX_ARGS]:
-        for name, sizes in group.items() if isinstance(group, dict) else ():
-            short = isinstance(sizes, tuple) and len(sizes) <= MAX_ARGS
-            shape = whole_numbers(sizes) if short else None
-            if isinstance(name, str) and shape is not None:
-                yield name, shape
 
 
 def _is_empty(value: Any) -> bool:

@@ -241,10 +241,10 @@ class Checker:
         self._found: Callable[[str, ChunkSum, bytes], None] | None = None
         self._files = checksums.files if checksums is not None else {}
         self._lock = threading.Lock()
-        self._partial: dict[tuple[str, int], _Partial] = {}
-        self._open: set[tuple[str, int]] = set()
-        self._done: set[tuple[str, int]] = set()
-        self._bad: set[tuple[str, int]] = set()
+        self._open: dict[tuple[str, int], _Partial | None] = {}
+        """Chunks that were read in part, and how far, if from their start."""
+        self._done: dict[tuple[str, int], bool] = {}
+        """Whether each chunk that was checked is right."""
 
     def report_to(self, found: Callable[[str, ChunkSum, bytes], None]) -> None:
         """Report damage (path, chunk, its checksum) to a function instead of raising it."""
@@ -268,7 +268,7 @@ class Checker:
     def finish(self, storage: Storage) -> int:
         """Read chunks again that were read only in parts; returns the number of bytes."""
         with self._lock:
-            left = sorted(self._open - self._done)
+            left = sorted(self._open)
         return self._read_again(storage, left)
 
     def finish_file(self, storage: Storage, path: str) -> int:
@@ -293,10 +293,10 @@ class Checker:
         with self._lock:
             if key in self._done:
                 return
-            self._open.add(key)
-            if start == chunk.start and key not in self._partial:
-                self._partial[key] = _Partial(_hasher(), start)
-            partial = self._partial.get(key)
+            partial = self._open.get(key)
+            if partial is None and start == chunk.start:
+                partial = _Partial(_hasher(), start)
+            self._open[key] = partial
         if partial is None:
             return
         with partial.lock:
@@ -310,12 +310,9 @@ class Checker:
     def _judge(self, path: str, index: int, chunk: ChunkSum, found: bytes) -> None:
         key, is_right = (path, index), found == chunk.sum
         with self._lock:
-            is_known = is_right or key in self._bad
-            if not is_right:
-                self._bad.add(key)
-            self._done.add(key)
-            self._open.discard(key)
-            self._partial.pop(key, None)
+            is_known = is_right or not self._done.get(key, True)
+            self._done[key] = is_right and self._done.get(key, True)
+            self._open.pop(key, None)
         if not is_right and self._found is None:
             raise DamageError(damage(f"{self.root}/{path}", chunk, found))
         if not is_known and self._found is not None:
