@@ -21,7 +21,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.formats.checks import is_distcp
 from reshard.checkpoint.formats.reader import survey_catalog
 from reshard.checkpoint.formats.safetensors_reader import find_index, index_files
@@ -130,22 +129,16 @@ def _read(target: Path, storage: LocalStorage, is_known: bool) -> set[str]:
     index = find_index(storage.list())
     with suppress(ReshardError):
         found |= {index.path, *index_files(storage, index).values()} if index else set()
-    if not is_known:
-        _check_one(target, catalog, found)
-    return found | ({".metadata"} if catalog.format == "distcp" else set())
-
-
-def _check_one(target: Path, catalog: Catalog, files: Collection[str]) -> None:
-    """Refuse a folder of files that may be several checkpoints of one file each."""
-    tensors = [path for path in files if not path.endswith(".json")]
-    is_listed = len(tensors) < len(files)
+    # Files of tensors that nothing lists may be several checkpoints of one file each.
+    tensors = [path for path in found if not path.endswith(".json")]
     groups = {match.groups() if (match := _NUMBERED.fullmatch(p)) else p for p in tensors}
+    is_listed = is_known or len(tensors) < len(found)
     if catalog.format in ("safetensors", "torch") and len(groups) > 1 and not is_listed:
         some = " and ".join(quoted(path) for path in sorted(tensors)[:2])
         raise TargetError(
-            f"{target} holds {some}, and nothing says that they are one checkpoint: only a "
-            "checkpoint is overwritten: choose another target, or move the folder away"
+            f"{target} holds {some}, and nothing says that they are one checkpoint: {advice}"
         )
+    return found | ({".metadata"} if catalog.format == "distcp" else set())
 
 
 def _in_way(target: Path, path: str) -> str | None:

@@ -128,12 +128,6 @@ class _Writer:
             raise TypeError(f"{type(value).__name__} is not written into pickles")
         write(self, value)
 
-    def _none(self, value: None) -> None:
-        self.out += pickle.NONE
-
-    def _bool(self, value: bool) -> None:
-        self.out += pickle.NEWTRUE if value else pickle.NEWFALSE
-
     def _int(self, value: int) -> None:
         if 0 <= value < 256:
             self.out += _SMALL_INTS[value]
@@ -144,9 +138,6 @@ class _Writer:
             short = len(data) < 256
             self.out += pickle.LONG1 if short else pickle.LONG4
             self.out += struct.pack("<B" if short else "<i", len(data)) + data
-
-    def _float(self, value: float) -> None:
-        self.out += pickle.BINFLOAT + struct.pack(">d", value)
 
     def _bytes(self, value: bytes) -> None:
         self.out += pickle.BINBYTES + struct.pack("<I", len(value)) + value
@@ -159,17 +150,13 @@ class _Writer:
     def _tuple(self, value: tuple[Any, ...]) -> None:
         if len(value) > 3:
             self.out += pickle.MARK
-        for one in value:
-            self.write(one)
-        self.out += _TUPLES.get(len(value), pickle.TUPLE)
+        self._ended(_TUPLES.get(len(value), pickle.TUPLE), *value)
 
     def _list(self, value: list[Any]) -> None:
         self.out += pickle.EMPTY_LIST
         if value:
             self.out += pickle.MARK
-            for one in value:
-                self.write(one)
-            self.out += pickle.APPENDS
+            self._ended(pickle.APPENDS, *value)
 
     def _items(self, items: Collection[tuple[Any, Any]]) -> None:
         self.out += pickle.EMPTY_DICT
@@ -204,14 +191,11 @@ class _Writer:
         self.out += pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode()
         self._memoize(value)
 
-    def _call(self, value: Call) -> None:
-        self.write(value.function)
-        self.write(value.arguments)
-        self.out += pickle.REDUCE
-
-    def _persistent(self, value: Persistent) -> None:
-        self.write(value.id)
-        self.out += pickle.BINPERSID
+    def _ended(self, instruction: bytes, *values: Any) -> None:
+        """Write values, and the instruction that takes them."""
+        for value in values:
+            self.write(value)
+        self.out += instruction
 
     def _shared(self, value: Shared) -> None:
         self.write(value.value)
@@ -238,10 +222,10 @@ _MEMOIZED = frozenset({str, Global, Shared})
 _SMALL_INTS = [pickle.BININT1 + bytes([value]) for value in range(256)]
 _TUPLES = {0: pickle.EMPTY_TUPLE, 1: pickle.TUPLE1, 2: pickle.TUPLE2, 3: pickle.TUPLE3}
 _WRITERS: dict[type, Callable[[_Writer, Any], None]] = {
-    type(None): _Writer._none,
-    bool: _Writer._bool,
+    type(None): lambda writer, value: writer.out.extend(pickle.NONE),
+    bool: lambda writer, value: writer.out.extend(pickle.NEWTRUE if value else pickle.NEWFALSE),
     int: _Writer._int,
-    float: _Writer._float,
+    float: lambda writer, value: writer.out.extend(pickle.BINFLOAT + struct.pack(">d", value)),
     str: _Writer._str,
     bytes: _Writer._bytes,
     tuple: _Writer._tuple,
@@ -250,8 +234,8 @@ _WRITERS: dict[type, Callable[[_Writer, Any], None]] = {
     Pairs: lambda writer, value: writer._items(value.items),
     Fields: _Writer._fields,
     Global: _Writer._global,
-    Call: _Writer._call,
-    Persistent: _Writer._persistent,
+    Call: lambda writer, call: writer._ended(pickle.REDUCE, call.function, call.arguments),
+    Persistent: lambda writer, value: writer._ended(pickle.BINPERSID, value.id),
     Instance: _Writer._instance,
     Shared: _Writer._shared,
 }
@@ -296,13 +280,6 @@ class TensorArchive:
         archive.skipped = size
         archive.finish()
         return cls(head, size, bytes(archive.out[len(head) :]))
-
-
-def value_archive(value: Any) -> bytes:
-    """The archive that ``torch.save`` writes for a plain value."""
-    archive = ArchiveWriter(pickled(value))
-    archive.finish()
-    return bytes(archive.out)
 
 
 Path = tuple[str | int, ...]
@@ -385,8 +362,9 @@ def distcp(
         plan.states[name] = Instance(_TENSOR, Fields(("properties", "size", "chunks"), described))
     copies = [ObjectCopy(one, *plan.add_bytes(one.name, one.size)) for one in objects]
     for name, value in (values or {}).items():
-        data = value_archive(value)
-        plan.add_bytes(name, len(data), data)
+        archive = ArchiveWriter(pickled(value))  # as torch.save writes it
+        archive.finish()
+        plan.add_bytes(name, len(archive.out), bytes(archive.out))
     files = [StoredFile(plan.names[rank], plan.sizes[at]) for rank, at in plan.numbers.items()]
     paths = nesting or {}
     state = {

@@ -208,19 +208,20 @@ def read_by_rules(reading: Reading, rules: Rules) -> Catalog:
     mesh = _mesh_of(rules, reading.mesh, storage.root)
     files, ranks = _files_of_ranks(storage.root, reading.listed, mesh)
     contents = _contents(storage, files, findings)
-    local = [
-        LocalFile(
-            ranks[number],
-            number,
-            storage.where(file.path),
-            _without_rng(contents[file.path].tensors, file, findings),
-        )
-        for number, file in enumerate(files)
-        if file.path in contents
-    ]
-    tensors, layouts = _join_by_rules(local, rules, mesh, findings)
+    local = []
+    for number, file in enumerate(files):
+        if file.path not in contents:
+            continue
+        tensors = contents[file.path].tensors
+        # States of random generators: each rank has its own, not part of a global tensor.
+        own = {name for name in tensors if any("rng" in part for part in name.split("."))}
+        if own:
+            findings.note(f"{file.path}: {len(own)} states of random generators are left out")
+        kept = {name: tensor for name, tensor in tensors.items() if name not in own}
+        local.append(LocalFile(ranks[number], number, storage.where(file.path), kept))
+    joined, layouts = _join_by_rules(local, rules, mesh, findings)
     fields = catalog_fields(contents.values())
-    return reading.catalog("per-rank", files, tensors, mesh=str(mesh), layouts=layouts, **fields)
+    return reading.catalog("per-rank", files, joined, mesh=str(mesh), layouts=layouts, **fields)
 
 
 def _mesh_of(rules: Rules, mesh: Mesh | None, root: str) -> Mesh:
@@ -359,13 +360,3 @@ def _contents(
     for first in [*contents.values()][:1]:
         first.texts = {**common_metadata(headed), **first.texts}
     return contents
-
-
-def _without_rng(
-    tensors: Mapping[str, LocalTensor], file: StoredFile, findings: Findings
-) -> dict[str, LocalTensor]:
-    """Leave out states of random generators: each rank has its own, not part of a global tensor."""
-    own = [name for name in tensors if any("rng" in part for part in name.split("."))]
-    if own:
-        findings.note(f"{file.path}: {len(own)} states of random generators are left out")
-    return {name: tensor for name, tensor in tensors.items() if name not in own}

@@ -166,7 +166,14 @@ def _assemble(
     for number, file in enumerate(files):
         # Elements of 8 bytes first, then of 4, and so on, so that every tensor is aligned.
         order = sorted(file.tensors, key=lambda name: -itemsize(file.tensors[name][0]))
-        extra = {} if own is None else _own_metadata(file, number, len(files), own, tensors)
+        extra = {}
+        if own is not None:
+            texts = {name: _layout_text(tensors[name].layout, own) for name in file.tensors}
+            described = {name: OwnTensor(tensors[name].shape, text) for name, text in texts.items()}
+            about = OwnMetadata(number + 1, len(files), own or None, file.rank, described)
+            extra[KEY] = about.to_text()
+            if file.rank is None:
+                extra |= {SHARDING: offsets_text(file.offsets), "DCP_VERSION": "1.0"}
         built = build_header(
             {name: file.tensors[name] for name in order}, {"format": "pt", **kept, **extra}
         )
@@ -193,19 +200,6 @@ def _check_texts(tensors: Mapping[str, Wanted], metadata: Mapping[str, str]) -> 
                 f"{what} has a lone surrogate, which no safetensors file can hold: rename it, or "
                 "write distcp"
             )
-
-
-def _own_metadata(
-    file: _File, number: int, count: int, mesh: str, tensors: Mapping[str, Wanted]
-) -> dict[str, str]:
-    layouts = {name: _layout_text(tensors[name].layout, mesh) for name in file.tensors}
-    described = {name: OwnTensor(tensors[name].shape, text) for name, text in layouts.items()}
-    own = OwnMetadata(number + 1, count, mesh or None, file.rank, described)
-    extra = {KEY: own.to_text()}
-    if file.rank is None:
-        extra[SHARDING] = offsets_text(file.offsets)
-        extra["DCP_VERSION"] = "1.0"
-    return extra
 
 
 @lru_cache(maxsize=1024)

@@ -203,21 +203,21 @@ class Recorder:
 
     def finish(self, sizes: Mapping[str, int]) -> dict[str, FileSums]:
         """The checksums of these files; raises unless every byte was recorded exactly once."""
-        return {path: _joined(path, self._chunks[path], size) for path, size in sizes.items()}
-
-
-def _joined(path: str, chunks: list[ChunkSum], size: int) -> FileSums:
-    rising, at = sorted(chunks, key=lambda chunk: chunk.start), 0
-    for chunk in [*rising, ChunkSum(size, size, b"")]:
-        if chunk.start != at:
-            kind = "twice" if chunk.start < at else "never"
-            low, high = sorted((at, chunk.start))
-            raise CheckpointError(
-                f"{path}: bytes {low} to {high} of {size} were written {kind}: "
-                "this is a bug in reshard; please report it"
-            )
-        at = chunk.stop
-    return FileSums(tuple(chunk.stop for chunk in rising), b"".join(chunk.sum for chunk in rising))
+        found = {}
+        for path, size in sizes.items():
+            rising, at = sorted(self._chunks[path], key=lambda chunk: chunk.start), 0
+            for chunk in [*rising, ChunkSum(size, size, b"")]:
+                if chunk.start != at:
+                    kind = "twice" if chunk.start < at else "never"
+                    low, high = sorted((at, chunk.start))
+                    raise CheckpointError(
+                        f"{path}: bytes {low} to {high} of {size} were written {kind}: "
+                        "this is a bug in reshard; please report it"
+                    )
+                at = chunk.stop
+            ends, sums = [chunk.stop for chunk in rising], [chunk.sum for chunk in rising]
+            found[path] = FileSums(tuple(ends), b"".join(sums))
+        return found
 
 
 @dataclass(slots=True)
