@@ -96,7 +96,7 @@ def read_distcp_folder(reading: Reading) -> Catalog:
         )
     paths = [*ranks.values()] or [METADATA]
     catalogs = [_read_metadata(reading, path) for path in paths]
-    catalog = _joined(catalogs)
+    catalog = catalogs[0] if len(catalogs) == 1 else _joined(catalogs)
     if ranks and rules is not None:
         from reshard.checkpoint.formats.ranks import join_by_rules
 
@@ -132,8 +132,6 @@ def _metadata_of_ranks(reading: Reading) -> dict[int, str]:
 
 def _joined(catalogs: Sequence[Catalog]) -> Catalog:
     """All catalogs as one; the first wins for names that several have."""
-    if len(catalogs) == 1:
-        return catalogs[0]
     joined = Catalog(catalogs[0].root, catalogs[0].format, (), {})
     for one in catalogs:
         first = len(joined.files)

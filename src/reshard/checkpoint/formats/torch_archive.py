@@ -123,8 +123,8 @@ def _read_zips(
     known: dict[bytes, tuple[list[_Listed], int]] = {}  # tensors of one shape share a directory
     for found, data in zip(zips, content, strict=True):
         if data not in known:
-            members = _listed(found, data)
-            known[data] = _wanted_members(found, members), _end_apart(found, members)
+            members, end = _listed(found, data)
+            known[data] = _wanted_members(found, members), end
         table, end = known[data]
         if end > found.range[2]:
             raise DamageError(f"{found.where}: its members end at byte {end} of {found.range[2]}")
@@ -225,8 +225,8 @@ class _Listed(NamedTuple):
     is_packed: bool
 
 
-def _listed(found: _Zip, data: bytes) -> list[_Listed]:
-    """The members in a directory."""
+def _listed(found: _Zip, data: bytes) -> tuple[list[_Listed], int]:
+    """The members in a directory, which must not overlap, and the end of the last one."""
     members, at = [], 0
     while at + _CENTRAL.size <= len(data):
         row = _CENTRAL.unpack_from(data, at)
@@ -248,7 +248,12 @@ def _listed(found: _Zip, data: bytes) -> list[_Listed]:
         at = extra_end + row[12]
     if at != len(data) or not members:
         raise DamageError(f"{found.where}: its directory ends after {len(members)} members")
-    return members
+    end, before = 0, ""
+    for name, header, size, *_ in sorted(members, key=itemgetter(1)):
+        if header < end:
+            raise DamageError(f"{found.where}: members {quoted(before)} and {quoted(name)} overlap")
+        end, before = header + _LOCAL.size + size, name
+    return members, end
 
 
 def _wide(extra: bytes, *numbers: int) -> list[int]:
@@ -265,16 +270,6 @@ def _wide(extra: bytes, *numbers: int) -> list[int]:
             number, wide = int.from_bytes(wide[:8], "little"), wide[8:]
         found.append(number)
     return found
-
-
-def _end_apart(found: _Zip, members: list[_Listed]) -> int:
-    """The end of the last member; raises if members overlap."""
-    end, before = 0, ""
-    for name, header, size, *_ in sorted(members, key=itemgetter(1)):
-        if header < end:
-            raise DamageError(f"{found.where}: members {quoted(before)} and {quoted(name)} overlap")
-        end, before = header + _LOCAL.size + size, name
-    return end
 
 
 def _wanted_members(found: _Zip, table: list[_Listed]) -> list[_Listed]:

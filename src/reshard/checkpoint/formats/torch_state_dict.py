@@ -201,8 +201,7 @@ def read_torch_file(
                 f"{archive.where}: its names and values have more than {most_text} characters, and "
                 f"its pickle has {len(archive.pickle)} bytes: it repeats a few without end"
             )
-    _check_views(content, archive)
-    _note_left_out(content, archive, findings)
+    _check_content(content, archive, findings)
     return content
 
 
@@ -228,18 +227,6 @@ def catalog_fields(contents: Iterable[Content]) -> dict[str, Any]:
     }
 
 
-def _note_left_out(content: Content, archive: Archive, findings: Findings) -> None:
-    if content.left_out:
-        names = and_more([quoted(name) for name in content.left_out])
-        findings.note(f"{archive.where}: {names} is no tensor and no plain value, and is left out")
-    used = {tensor.storage for tensor in content.tensors.values()}
-    lost = [member.size for key, member in archive.storages.items() if key not in used]
-    if sum(lost) and not findings.any:
-        findings.note(
-            f"{archive.where}: {sum(lost)} bytes of tensors are parts of objects that are left out"
-        )
-
-
 def _name(path: Path, where: str) -> str:
     """The keys that lead to an entry, joined by dots."""
     length = sum(len(key) if isinstance(key, str) else 1 for key in path)
@@ -250,14 +237,24 @@ def _name(path: Path, where: str) -> str:
     return ".".join(map(str, path)) or "tensor"
 
 
-def _check_views(content: Content, archive: Archive) -> None:
-    """Refuse thousands of tensors that share one storage: each of them would be read."""
+def _check_content(content: Content, archive: Archive, findings: Findings) -> None:
+    """Refuse thousands of tensors that share one storage, as each would be read; note what is left
+    out."""
     total = sum(prod(one.shape) * itemsize(one.dtype) for one in content.tensors.values())
     stored = sum(member.size for member in archive.storages.values())
     if total > FREE_BYTES + VIEWS * stored:
         raise UnsupportedError(
             f"{archive.where}: its {len(content.tensors)} tensors have {format_bytes(total)} and "
             f"their storages {format_bytes(stored)}: save each tensor once"
+        )
+    if content.left_out:
+        names = and_more([quoted(name) for name in content.left_out])
+        findings.note(f"{archive.where}: {names} is no tensor and no plain value, and is left out")
+    used = {tensor.storage for tensor in content.tensors.values()}
+    lost = [member.size for key, member in archive.storages.items() if key not in used]
+    if sum(lost) and not findings.any:
+        findings.note(
+            f"{archive.where}: {sum(lost)} bytes of tensors are parts of objects that are left out"
         )
 
 
