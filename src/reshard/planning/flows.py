@@ -10,7 +10,7 @@ follows from the part and the rank by arithmetic. With a topology, ``hosts`` has
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -76,7 +76,7 @@ class Flow:
         """Every row that a rank has to do with: sent, received, or copied by itself."""
         yield from self._copies(rank)
         if isinstance(self.geometry, ListedGeometry):
-            for rows in self._kept_streams():
+            for rows in self._all_streams:
                 yield from rows.of_rank(rank)
             return
         sent = self._cut(self.geometry.sent_by(rank))
@@ -88,7 +88,7 @@ class Flow:
 
     def everything(self) -> Iterator[Transfers]:
         """Every row of every rank; some may have one rank on both sides."""
-        for rows in self._kept_streams():
+        for rows in self._all_streams if self.geometry.listed else self._streams():
             if isinstance(rows, Transfers):
                 yield rows
                 continue
@@ -97,10 +97,7 @@ class Flow:
 
     def streams(self) -> Iterator[AnyRows]:
         """The same rows, with those that a rank sends to all of a line together."""
-        yield from self._kept_streams()
-
-    def _kept_streams(self) -> Iterable[Transfers | Fan]:
-        return self._all_streams if self.geometry.listed else self._streams()
+        yield from self._all_streams if self.geometry.listed else self._streams()
 
     @cached_property
     def _all_streams(self) -> list[Transfers | Fan]:
@@ -197,7 +194,15 @@ class Flow:
 def flows_of(stacks: Sequence[Stack], world: Ints, listed: bool) -> list[Flow]:
     """The flows of all stacks; with ``listed`` all cells are listed, also where a rank could do
     without."""
-    parts = [(stack, one) for stack in stacks for one in _geometries(stack, listed)]
+    parts: list[tuple[Stack, Geometry]] = []
+    for stack in stacks:
+        regular = None if listed else regular_geometry(stack)
+        if regular is None:
+            parts += [(stack, one) for one in listed_geometries(stack)]
+            continue
+        if not regular.covered:
+            raise_uncovered(stack)
+        parts.append((stack, regular))
     grain, ranks = grain_of(parts), Loads.none(world)
     sending = share_plainly(parts, False, ranks, grain)
     receiving = share_plainly(parts, True, ranks, grain)
@@ -206,16 +211,6 @@ def flows_of(stacks: Sequence[Stack], world: Ints, listed: bool) -> list[Flow]:
         for (stack, geometry), send, receive in zip(parts, sending, receiving, strict=True)
     ]
     return _with_direct(flows)
-
-
-def _geometries(stack: Stack, listed: bool) -> Sequence[Geometry]:
-    """The geometries of a stack: one, or one per addend that the destination keeps."""
-    geometry = None if listed else regular_geometry(stack)
-    if geometry is None:
-        return listed_geometries(stack)
-    if not geometry.covered:
-        raise_uncovered(stack)
-    return [geometry]
 
 
 def grain_of(parts: Parts) -> int:
@@ -261,17 +256,14 @@ def _with_direct(flows: list[Flow]) -> list[Flow]:
     chosen = {at: replace(flow, direct=True) for at, flow in enumerate(flows) if _has_few(flow)}
     sent = {at: _sent(flow) for at, flow in chosen.items()}
     small = sum(int(each.max(initial=0)) for each in sent.values()) <= MAX_DIRECT
-    return [
-        chosen[at] if at in chosen and _is_worth(flow, sent[at], small) else flow
-        for at, flow in enumerate(flows)
-    ]
-
-
-def _is_worth(flow: Flow, direct: Ints, small: bool) -> bool:
-    if small and flow.geometry.num_addends == 1:
-        return True
-    passing = _sent(flow)
-    return bool(direct.sum() <= passing.sum() and direct.max(initial=0) <= passing.max(initial=0))
+    for at, direct in sent.items():
+        if not small or flows[at].geometry.num_addends > 1:
+            passing = _sent(flows[at])
+            more = direct.sum() > passing.sum()
+            if more or direct.max(initial=0) > passing.max(initial=0):
+                continue
+        flows[at] = chosen[at]
+    return flows
 
 
 def _has_few(flow: Flow) -> bool:

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from reshard.errors import MemoryCapError
 from reshard.layout.columns import Ints
 from reshard.planning.cells.regular import RegularGeometry
-from reshard.planning.cells.transfers import AnyRows
 from reshard.planning.classes import Stack
 from reshard.planning.flows import Flow
 from reshard.text import format_bytes
@@ -89,15 +89,11 @@ class Slot:
     @property
     def num_rounds(self) -> int:
         """The rounds from the first to the last."""
-        return self.phases * self._rounds_of_phase
-
-    @property
-    def _rounds_of_phase(self) -> int:
-        return self.slices + self.hops
+        return self.phases * (self.slices + self.hops)
 
     def turn(self, number: int, hop: int) -> tuple[int, int] | None:
         """The phase and the slice that move at a hop in a round, if any do."""
-        phase, at = divmod(number - self.first, self._rounds_of_phase)
+        phase, at = divmod(number - self.first, self.slices + self.hops)
         part = at - hop
         moves = 0 <= phase < self.phases and 0 <= part < self.slices
         return (phase, part) if moves else None
@@ -115,18 +111,18 @@ class Schedule:
 class TooTightError(Exception):
     """A stack whose rows are not listed needs phases: list it and try again."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
 
 def schedule(loads: Sequence[Load], cap: int) -> Schedule:
     """Put stacks into rounds, family by family, as many as fit into each."""
-    open_ones = [n for n, load in enumerate(loads) if load.uses is None]
-    tight = [n for n, load in enumerate(loads) if _is_tight(load, cap)]
-    if tight and open_ones:
-        raise TooTightError(tight[0])
-    _check_cap([loads[n] for n in tight], cap)
+    # Where not even one element of every transfer fits, transfers must take turns.
+    tight = [
+        load
+        for load in loads
+        if int(load.staged.max(initial=0)) > cap and load.rows * load.itemsize > cap
+    ]
+    if tight and any(load.uses is None for load in loads):
+        raise TooTightError
+    _check_cap(tight, cap)
     slots: dict[int, Slot] = {}
     start = end = peak = 0
     shared = np.zeros(len(loads[0].staged) if loads else 0, dtype=np.int64)
@@ -138,18 +134,13 @@ def schedule(loads: Sequence[Load], cap: int) -> Schedule:
         staged = int(together.max(initial=0))
         slot = Slot(start, hops=batch.hops)
         if staged > cap:
-            slot, staged = _cut(batch, numbers[0], start, cap)
+            slot, staged = _cut(batch, start, cap)
             together = np.full_like(shared, cap)
         slots |= dict.fromkeys(numbers, slot)
         peak = max(peak, staged)
         end = max(end, start + slot.num_rounds)
         shared = together
     return Schedule(tuple(slots[number] for number in range(len(loads))), end, peak)
-
-
-def _is_tight(load: Load, cap: int) -> bool:
-    """Whether not even one element of every transfer fits, so that they must take turns."""
-    return int(load.staged.max(initial=0)) > cap and load.rows * load.itemsize > cap
 
 
 def _batches(loads: Sequence[Load], cap: int) -> list[list[int]]:
@@ -178,11 +169,19 @@ def _together(loads: Sequence[Load]) -> Load:
     )
 
 
-def _cut(load: Load, number: int, start: int, cap: int) -> tuple[Slot, int]:
-    """The slot of a stack that does not fit into one round."""
+def _cut(load: Load, start: int, cap: int) -> tuple[Slot, int]:
+    """The slot of a stack that does not fit into one round.
+
+    It has as many phases as it takes until an element of every transfer of a phase fits.
+    """
     phases, staged, rows = 1, int(load.staged.max(initial=0)), load.rows
     if rows * load.itemsize > cap:
-        phases, staged, rows = _phases(load, number, cap)
+        assert load.uses is not None
+        uses = load.uses()
+        staged, rows = uses.per_phase(phases)
+        while rows * load.itemsize > cap:
+            phases = min(phases * 2, uses.num_parts)
+            staged, rows = uses.per_phase(phases)
     least = rows * load.itemsize
     unit = max((cap - least) // 16 // least, 1)
     room = cap - least * unit
@@ -191,23 +190,11 @@ def _cut(load: Load, number: int, start: int, cap: int) -> tuple[Slot, int]:
     return Slot(start, slices, unit, load.hops, phases), stage
 
 
-def _phases(load: Load, number: int, cap: int) -> tuple[int, int, int]:
-    """How many phases it takes until an element of every transfer of a phase fits under the cap."""
-    if load.uses is None:
-        raise TooTightError(number)
-    uses, phases = load.uses(), 1
-    staged, rows = uses.per_phase(phases)
-    while rows * load.itemsize > cap:
-        phases = min(phases * 2, uses.num_parts)
-        staged, rows = uses.per_phase(phases)
-    return phases, staged, rows
-
-
 def _check_cap(loads: Sequence[Load], cap: int) -> None:
     """Refuse a cap under which some stack does not fit even part by part; name the smallest."""
     least, label = 0, ""
     for load in loads:
-        if load.uses is not None and load.rows * load.itemsize > cap:
+        if load.uses is not None:
             uses = load.uses()
             needs = uses.per_phase(uses.num_parts)[1] * load.itemsize
             least, label = max((least, label), (needs, load.stack.label))
@@ -228,67 +215,41 @@ def slice_edges(start: Ints, stop: Ints, unit: Ints, slices: int, number: int) -
 
 def load_of(flow: Flow, world: Ints) -> Load:
     """What a flow makes every rank stage."""
-    if isinstance(flow.geometry, RegularGeometry):
-        return _regular_load(flow, world)
-    return _listed_load(flow, world)
-
-
-def _family_of(stack: Stack) -> object:
-    """What stacks have in common that differ only in who holds the source."""
-    have, want, feed = stack.have, stack.want, stack.feed
-    inserted = (feed.have_insert, feed.want_insert)
+    have, want, feed = flow.stack.have, flow.stack.want, flow.stack.feed
     sizes = (have.shape, have.dtype, want.shape, want.dtype)
-    return (*sizes, want.layout, feed.moves, inserted, have.layout.reduce is None)
+    inserted = (feed.have_insert, feed.want_insert)
+    family = (*sizes, want.layout, feed.moves, inserted, have.layout.reduce is None)
+    if isinstance(flow.geometry, RegularGeometry):
+        return _regular_load(flow, world, family)
+    return _listed_load(flow, world, family)
 
 
-def _listed_load(flow: Flow, world: Ints) -> Load:
-    """Count every row; what a rank sends to a whole line, without listing its pairs."""
-    tally = _Tally(world, flow.stack)
-    for rows in flow.streams():
-        tally.add(rows)
-    itemsize = flow.stack.itemsize
-    staged, count = tally.num_bytes, tally.rows
+def _listed_load(flow: Flow, world: Ints, family: object) -> Load:
+    """Count both ends of every row; what a rank sends to a whole line, without listing its pairs.
+
+    A row of wider elements counts as more rows.
+    """
+    stack, hops = flow.stack, 0
+    staged, count = np.zeros((2, len(world)), dtype=np.int64)
+    for stream in flow.streams():
+        if not stream.served.any():
+            continue
+        itemsize, hops = stack.itemsize_at(stream.rows.hop), max(hops, stream.rows.hop)
+        once = np.ones(len(stream.rows), dtype=np.int64)
+        for end in (stream.sent, stream.received):
+            counted = zip(end(stream.rows.sizes), end(once), strict=True)
+            for (ranks, elements), (_, rows) in counted:
+                place = np.searchsorted(world, ranks)
+                np.add.at(staged, place, elements * itemsize)
+                np.add.at(count, place, rows * _width(stack, itemsize))
     if flow.adds:
         part, wide = flow.accumulated(), flow.accumulator_itemsize
         place = np.searchsorted(world, part.destination)
         np.add.at(staged, place, part.sizes * wide)
-        np.add.at(count, place, _width(flow.stack, wide))
-    return Load(
-        flow.stack,
-        _family_of(flow.stack),
-        staged,
-        int(count.max(initial=0)),
-        itemsize,
-        tally.hops,
-        int(flow.parts().sizes.max(initial=0)),
-        lambda: _uses(flow, world),
-    )
-
-
-class _Tally:
-    """Bytes and rows that every rank sends or receives; a row of wider elements counts as more."""
-
-    def __init__(self, world: Ints, stack: Stack) -> None:
-        self.world = world
-        self.stack = stack
-        self.num_bytes = np.zeros(len(world), dtype=np.int64)
-        self.rows = np.zeros(len(world), dtype=np.int64)
-        self.hops = 0
-
-    def add(self, stream: AnyRows) -> None:
-        """Count both ends of rows, and how often each is sent."""
-        if not stream.served.any():
-            return
-        sizes, once = stream.rows.sizes, np.ones(len(stream.rows), dtype=np.int64)
-        for end in (stream.sent, stream.received):
-            for (ranks, elements), (_, number) in zip(end(sizes), end(once), strict=True):
-                self._add(ranks, elements, number, stream.rows.hop)
-        self.hops = max(self.hops, stream.rows.hop)
-
-    def _add(self, ranks: Ints, elements: Ints, rows: Ints | int, hop: int) -> None:
-        place = np.searchsorted(self.world, ranks)
-        np.add.at(self.num_bytes, place, elements * self.stack.itemsize_at(hop))
-        np.add.at(self.rows, place, rows * _width(self.stack, self.stack.itemsize_at(hop)))
+        np.add.at(count, place, _width(stack, wide))
+    most, longest = int(count.max(initial=0)), int(flow.parts().sizes.max(initial=0))
+    uses = partial(_uses, flow, world)
+    return Load(stack, family, staged, most, stack.itemsize, hops, longest, uses)
 
 
 def _width(stack: Stack, itemsize: int) -> int:
@@ -320,7 +281,7 @@ def _uses(flow: Flow, world: Ints) -> Uses:
     )
 
 
-def _regular_load(flow: Flow, world: Ints) -> Load:
+def _regular_load(flow: Flow, world: Ints, family: object) -> Load:
     """Bound every rank by its slots and regions, without listing a row."""
     itemsize, times = flow.stack.itemsize, len(flow.stack.names)
     assert isinstance(flow.geometry, RegularGeometry)
@@ -339,13 +300,5 @@ def _regular_load(flow: Flow, world: Ints) -> Load:
     sent, wanted = flow.geometry.cells_per_rank()
     senders = int(np.diff(send.first).max(initial=1))
     rows = sent * most + (wanted * senders + most) * most
-    return Load(
-        flow.stack,
-        _family_of(flow.stack),
-        staged,
-        rows,
-        itemsize,
-        int(most > 1),
-        int(lines.max(initial=1)),
-        None,
-    )
+    longest = int(lines.max(initial=1))
+    return Load(flow.stack, family, staged, rows, itemsize, int(most > 1), longest, None)

@@ -81,23 +81,17 @@ class Kinds:
 
 def check_coverage(stack: Stack, want: Listed, cells: Cells) -> None:
     """Refuse a stack of which some wanted box is not made up of cells."""
-    provided = np.bincount(cells.want_region, weights=cells.size, minlength=len(want.starts))
-    if bool((provided != _needed(want, stack.feed)).any()):
-        raise_uncovered(stack)
-
-
-def _needed(want: Listed, feed: Feed) -> Ints:
-    """How many elements of each wanted box the feed should provide."""
-    starts = insert_columns(want.starts, feed.want_insert, 0)
-    stops = insert_columns(want.stops, feed.want_insert, 1)
+    starts = insert_columns(want.starts, stack.feed.want_insert, 0)
+    stops = insert_columns(want.stops, stack.feed.want_insert, 1)
     widths = stops - starts
-    for dim, segments in enumerate(feed.moves):
+    for dim, segments in enumerate(stack.feed.moves):
         runs = np.array(segments, dtype=np.int64).reshape(-1, 3)
         low = np.maximum(starts[:, dim, None], runs[:, 1])
         high = np.minimum(stops[:, dim, None], runs[:, 1] + runs[:, 2])
         widths[:, dim] = np.maximum(high - low, 0).sum(axis=1)
-    needed: Ints = widths.prod(axis=1)
-    return needed
+    provided = np.bincount(cells.want_region, weights=cells.size, minlength=len(want.starts))
+    if bool((provided != widths.prod(axis=1)).any()):
+        raise_uncovered(stack)
 
 
 def raise_uncovered(stack: Stack) -> None:
@@ -109,12 +103,14 @@ def raise_uncovered(stack: Stack) -> None:
     want = listed_of(stack.want.layout, stack.want.shape)
     lows = insert_columns(want.starts, stack.feed.want_insert, 0)
     highs = insert_columns(want.stops, stack.feed.want_insert, 1)
-    fed = [_span(segments) for segments in stack.feed.moves]
+    moves = stack.feed.moves
+    fed = Box(
+        tuple(min((start for _, start, _ in runs), default=0) for runs in moves),
+        tuple(max((start + length for _, start, length in runs), default=0) for runs in moves),
+    )
     for number, (low, high) in enumerate(zip(lows, highs, strict=True)):
         box = Box(tuple(low), tuple(high))
-        if fed:
-            box = box & Box(tuple(a for a, _ in fed), tuple(b for _, b in fed))
-        missing = missing_boxes(box, held)
+        missing = missing_boxes(box & fed if moves else box, held)
         if missing:
             ranks = ", ".join(map(str, want.of(number)[:4]))
             lost = stack.have.layout.words.without
@@ -126,12 +122,6 @@ def raise_uncovered(stack: Stack) -> None:
                 f"({count(len(missing), 'box', 'boxes')}, {elements} missing): {hint}"
             )
     raise CoverageError(f"{stack.label}: some wanted box has no source; please report this case")
-
-
-def _span(segments: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
-    starts = [start for _, start, _ in segments]
-    stops = [start + length for _, start, length in segments]
-    return min(starts, default=0), max(stops, default=0)
 
 
 def in_want_coordinates(have: Listed, feed: Feed) -> tuple[Ints, Ints, Ints, Ints]:
