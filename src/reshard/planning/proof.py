@@ -78,18 +78,12 @@ class _Pieces:
 
 def _bytes_needed(plan: Plan) -> int:
     """About how much memory the proof takes: the largest flow, and ranks row by row."""
-    flows = max((_bytes_of(flow) for flow in plan.flows), default=0)
-    rows = sum(
-        (flow.geometry.num_cells() + len(flow.geometry.wanting.members)) * flow.most
-        for flow in plan.flows
-    )
-    return flows + ROW_BYTES * min(rows, MAX_ROWS)
-
-
-def _bytes_of(flow: Flow) -> int:
-    """About how much memory the proof of a flow takes."""
-    per_cell = 64 * (len(flow.stack.want.shape) + 4)
-    return flow.geometry.num_cells() * per_cell + 64 * len(flow.geometry.wanting.members)
+    largest = rows = 0
+    for flow in plan.flows:
+        cells, members = flow.geometry.num_cells(), len(flow.geometry.wanting.members)
+        largest = max(largest, cells * 64 * (len(flow.stack.want.shape) + 4) + 64 * members)
+        rows += (cells + members) * flow.most
+    return largest + ROW_BYTES * min(rows, MAX_ROWS)
 
 
 def _check_parts(flow: Flow) -> None:
@@ -126,28 +120,17 @@ def _check_parts(flow: Flow) -> None:
 def _check_cells(flow: Flow, pieces_of: _Pieces) -> None:
     """Every cell is inside a piece of each rank of its two lines, and overlaps no other of them."""
     lined, stack, feed = flow.geometry.all(), flow.stack, flow.stack.feed
-    sides = [
-        (
-            stack.have,
-            feed.have_insert,
-            lined.send_line,
-            lined.cells.have_low,
-            flow.geometry.senders,
-        ),
-        (
-            stack.want,
-            feed.want_insert,
-            lined.receive_line,
-            lined.cells.want_low,
-            flow.geometry.wanting,
-        ),
-    ]
+    cells, geometry = lined.cells, flow.geometry
+    sides = (
+        (stack.have, feed.have_insert, lined.send_line, cells.have_low, geometry.senders),
+        (stack.want, feed.want_insert, lined.receive_line, cells.want_low, geometry.wanting),
+    )
     for spec, insert, line, low, lines in sides:
         keep = kept_dims(low, insert)
-        _check_inside(flow, spec, line, low[:, keep], lined.cells.width[:, keep], lines, pieces_of)
+        _check_inside(flow, spec, line, low[:, keep], cells.width[:, keep], lines, pieces_of)
     line = lined.receive_line[:, None]
-    low = np.concatenate([line, lined.cells.want_low], axis=1)
-    high = np.concatenate([line + 1, lined.cells.want_low + lined.cells.width], axis=1)
+    low = np.concatenate([line, cells.want_low], axis=1)
+    high = np.concatenate([line + 1, cells.want_low + cells.width], axis=1)
     crossing = first_overlapping_rows(low, high)
     if crossing is not None:
         box = Box(tuple(low[crossing[0], 1:].tolist()), tuple(high[crossing[0], 1:].tolist()))

@@ -27,7 +27,6 @@ from reshard.layout.coverage import first_overlapping_rows, missing_boxes, overl
 from reshard.layout.grid import addend_of
 from reshard.layout.spec import TensorSpec
 from reshard.planning.cells.transfers import Mask, Transfers
-from reshard.planning.classes import Stack
 from reshard.planning.plans import Plan
 from reshard.planning.rank import RankPlan, Rows
 
@@ -238,8 +237,14 @@ def _whole_cells(rank: int, written: Sequence[Rows]) -> tuple[Ints, Ints]:
     wrong, expected = wrong_runs(new, start, stop, size)
     if len(wrong):
         row = int(wrong[0])
-        at = min(int(start[row]), int(expected[row])) if start[row] != expected[row] else stop[row]
-        _raise_run(rank, stack, table[row], int(at), start[row] < expected[row])
+        at = min(start[row], expected[row]) if start[row] != expected[row] else stop[row]
+        low, width = table[row, :dims], table[row, dims : 2 * dims]
+        tensor = min(int(at) // max(int(width.prod()), 1), len(stack.names) - 1)
+        what = "is written twice" if start[row] < expected[row] else "is missing"
+        raise ProofError(
+            f"rank {rank}: a part of box {Box(tuple(low), tuple(low + width))} of "
+            f'"{stack.names[tensor][1]}" {what}'
+        )
     cells = table[new]
     keep = kept_dims(cells[:, :dims], stack.feed.want_insert)
     return cells[:, :dims][:, keep], cells[:, dims : 2 * dims][:, keep]
@@ -259,25 +264,8 @@ def wrong_runs(new: Mask, start: Ints, stop: Ints, size: Ints) -> tuple[Ints, In
 def _table(transfers: Transfers) -> Ints:
     """Where each row lands: the cell's low corner and width, and the run's start and stop."""
     cells, runs = transfers.cells, transfers.runs
-    found: Ints = np.concatenate(
-        [
-            cells.want_low[runs.cell],
-            cells.width[runs.cell],
-            runs.start[:, None],
-            runs.stop[:, None],
-        ],
-        axis=1,
-    )
-    return found
-
-
-def _raise_run(rank: int, stack: Stack, row: Ints, at: int, twice: bool) -> None:
-    dims = (len(row) - 2) // 2
-    low, width = row[:dims], row[dims : 2 * dims]
-    name = stack.names[min(at // max(int(width.prod()), 1), len(stack.names) - 1)][1]
-    box = Box(tuple(low), tuple(low + width))
-    what = "is written twice" if twice else "is missing"
-    raise ProofError(f'rank {rank}: a part of box {box} of "{name}" {what}')
+    corner, width = cells.want_low[runs.cell], cells.width[runs.cell]
+    return np.column_stack([corner, width, runs.start, runs.stop])
 
 
 def _check_group(group: TensorGroup, mine: RankPlan, found: Sequence[tuple[Ints, Ints]]) -> None:
@@ -298,7 +286,10 @@ def _check_group(group: TensorGroup, mine: RankPlan, found: Sequence[tuple[Ints,
             f'rank {rank} writes box {outside} of "{group.name}", which is not inside a piece '
             "it wants"
         )
-    _check_apart(group.name, rank, low, low + width)
+    crossing = first_overlapping_rows(low, low + width)
+    if crossing is not None:
+        a, b = (Box(tuple(low[row]), tuple(low[row] + width[row])) for row in crossing)
+        raise ProofError(f'rank {rank} writes box {a & b} of "{group.name}" twice')
     wanted, count = int((stops - starts).prod(axis=1).sum()), int(width.prod(axis=1).sum())
     if count != wanted:
         pieces = [piece.box for piece in spec.layout.pieces(rank, spec.shape)]
@@ -322,43 +313,16 @@ def first_outside(low: Ints, width: Ints, starts: Ints, stops: Ints) -> Box | No
     return Box(tuple(low[row].tolist()), tuple((low[row] + width[row]).tolist()))
 
 
-def _check_apart(name: str, rank: int, low: Ints, high: Ints) -> None:
-    crossing = first_overlapping_rows(low, high)
-    if crossing is not None:
-        a, b = (Box(tuple(low[row].tolist()), tuple(high[row].tolist())) for row in crossing)
-        raise ProofError(f'rank {rank} writes box {a & b} of "{name}" twice')
-
-
 def _check_held(rows: Rows, rank: int) -> None:
-    """What is read from a source tensor is the right box, and the rank holds it."""
+    """What is read from a source tensor is the right addend and box, and the rank holds it."""
     if rows.transfers.hop:
         return
-    cells, stack = rows.transfers.cells, rows.flow.stack
-    _check_addend(rows, rank)
-    _check_shift(rows, rank)
-    used = distinct(rows.transfers.runs.cell)
-    keep = kept_dims(cells.width, stack.feed.have_insert)
-    starts, stops, *_ = piece_columns(stack.have.layout, rank, stack.have.shape)
-    low, width = cells.have_low[used][:, keep], cells.width[used][:, keep]
-    outside = first_outside(low, width, starts, stops)
-    if outside is not None:
+    cells, stack, number = rows.transfers.cells, rows.flow.stack, rows.transfers.addend
+    addend = addend_of(stack.have.layout).get(rank)
+    if number >= 0 and addend != rows.flow.geometry.addends[number]:
         raise ProofError(
-            f'rank {rank} sends box {outside} of "{stack.names[0][0]}", which it does not hold'
+            f"rank {rank} sends addend {number} of {stack.label} and holds addend {addend}"
         )
-
-
-def _check_addend(rows: Rows, rank: int) -> None:
-    number = rows.transfers.addend
-    held = addend_of(rows.flow.stack.have.layout).get(rank)
-    if number >= 0 and held != rows.flow.geometry.addends[number]:
-        raise ProofError(
-            f"rank {rank} sends addend {number} of {rows.flow.stack.label} and holds addend {held}"
-        )
-
-
-def _check_shift(rows: Rows, rank: int) -> None:
-    """The box in the source and the box in the destination are the same elements."""
-    cells, stack = rows.transfers.cells, rows.flow.stack
     used = distinct(rows.transfers.runs.cell)
     have, want, width = cells.have_low[used], cells.want_low[used], cells.width[used]
     right = have == want
@@ -373,6 +337,13 @@ def _check_shift(rows: Rows, rank: int) -> None:
         raise ProofError(
             f"rank {rank} reads {have[row].tolist()} of {stack.label} for "
             f"{want[row].tolist()}, which are other elements"
+        )
+    keep = kept_dims(width, stack.feed.have_insert)
+    starts, stops, *_ = piece_columns(stack.have.layout, rank, stack.have.shape)
+    outside = first_outside(have[:, keep], width[:, keep], starts, stops)
+    if outside is not None:
+        raise ProofError(
+            f'rank {rank} sends box {outside} of "{stack.names[0][0]}", which it does not hold'
         )
 
 

@@ -38,19 +38,16 @@ __all__ = ["Home", "HostLines", "ListedGeometry", "Stations", "before", "listed_
 def listed_geometries(stack: Stack) -> list[ListedGeometry]:
     """The listed geometry of a stack, or one per addend that the destination keeps."""
     if stack.have.layout.reduce is None:
-        return [_listed_geometry(stack, None)]
-    return [_listed_geometry(stack, addends) for addends in addends_of(stack)]
+        return [_Builder(stack, _of_addends(stack.have), _of_addends(stack.want), None).build()]
+    found = []
+    for addends in addends_of(stack):
+        kept = None if addends.want is None else (addends.want,)
+        have, want = _of_addends(stack.have, addends.have), _of_addends(stack.want, kept)
+        found.append(_Builder(stack, have, want, addends).build())
+    return found
 
 
-def _listed_geometry(stack: Stack, addends: Addends | None) -> ListedGeometry:
-    """List all cells of a stack; of some addends only, if these are given."""
-    have = _of_addends(stack.have, addends.have if addends else None)
-    kept = addends.want if addends else None
-    want = _of_addends(stack.want, None if kept is None else (kept,))
-    return _Builder(stack, have, want, addends).build()
-
-
-def _of_addends(spec: TensorSpec, chosen: Sequence[int] | None) -> Listed:
+def _of_addends(spec: TensorSpec, chosen: Sequence[int] | None = None) -> Listed:
     """The boxes of a spec, with only the holders of these addends."""
     listed = listed_of(spec.layout, spec.shape)
     if chosen is None:
@@ -244,14 +241,13 @@ class _Builder:
                     f"{self.stack.label}: no rank holds addend {lost[0]} of box {where}: "
                     "a lost addend cannot be rebuilt"
                 )
-        return tuple(_padded(sets, len(self.have.starts)) for sets in held)
-
-
-def _padded(sets: dict[int, list[int]], num_rows: int) -> Ints:
-    table = np.full((num_rows, max(map(len, sets.values()), default=1)), -1, dtype=np.int64)
-    for row, ranks in sets.items():
-        table[row, : len(ranks)] = ranks
-    return table
+        tables = []
+        for sets in held:
+            widest = max(map(len, sets.values()), default=1)
+            tables.append(np.full((len(self.have.starts), widest), -1, dtype=np.int64))
+            for row, ranks in sets.items():
+                tables[-1][row, : len(ranks)] = ranks
+        return tuple(tables)
 
 
 def _take(cells: Cells, rows: Sequence[int] | Ints) -> Cells:

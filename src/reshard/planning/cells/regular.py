@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 
 import numpy as np
@@ -86,50 +86,38 @@ class DimMeet:
 
 
 def meet_dim(have: DimTable, want: DimTable, segments: Segments | None) -> DimMeet:
-    """Intersect the intervals of both sides of a dim."""
-    starts, stops, parts, shift = have.starts, have.stops, have.parts, np.zeros(1, np.int64)
-    needed_widths = want.stops - want.starts
-    if segments is None:
-        shift = np.zeros(len(starts), dtype=np.int64)
-    else:
-        starts, stops, parts, shift = _moved(have, segments)
-        needed_widths = _clipped(want, segments)
-    first = np.searchsorted(want.stops, starts, side="right")
-    counts = np.maximum(np.searchsorted(want.starts, stops, side="left") - first, 0)
-    mine, other = spread(first, counts)
+    """Intersect the intervals of both sides of a dim, the source moved by segments if given."""
+    starts, stops, parts = have.starts, have.stops, have.parts
+    shift, needed = np.zeros(len(starts), dtype=np.int64), want.stops - want.starts
+    if segments is not None:
+        runs = np.array(sorted(segments, key=lambda run: run[1]), dtype=np.int64).reshape(-1, 3)
+        low, high = runs[:, 0], runs[:, 0] + runs[:, 2]
+        run, at = _meeting(low, high, starts, stops)
+        shift = (runs[:, 1] - runs[:, 0])[run]
+        starts = np.maximum(starts[at], low[run]) + shift
+        stops = np.minimum(stops[at], high[run]) + shift
+        parts, needed = parts[at], 0 * needed
+        for _, start, length in segments:
+            common = np.minimum(want.stops, start + length) - np.maximum(want.starts, start)
+            needed += np.maximum(common, 0)
+    mine, other = _meeting(starts, stops, want.starts, want.stops)
     low = np.maximum(starts[mine], want.starts[other])
     width = np.minimum(stops[mine], want.stops[other]) - low
-    needed = np.bincount(want.parts, weights=needed_widths, minlength=want.num_parts)
     return DimMeet(
         low - shift[mine],
         low,
         width,
         _Side.of(parts[mine], width, have.num_parts),
         _Side.of(want.parts[other], width, want.num_parts),
-        needed.astype(np.int64),
+        np.bincount(want.parts, weights=needed, minlength=want.num_parts).astype(np.int64),
     )
 
 
-def _moved(have: DimTable, segments: Segments) -> tuple[Ints, Ints, Ints, Ints]:
-    """The source intervals in destination coordinates, and how far each was shifted."""
-    runs = np.array(sorted(segments, key=lambda run: run[1]), dtype=np.int64).reshape(-1, 3)
-    low, high = runs[:, 0], runs[:, 0] + runs[:, 2]
-    first = np.searchsorted(have.stops, low, side="right")
-    counts = np.maximum(np.searchsorted(have.starts, high, side="left") - first, 0)
-    run, at = spread(first, counts)
-    shift = (runs[:, 1] - runs[:, 0])[run]
-    starts = np.maximum(have.starts[at], low[run]) + shift
-    stops = np.minimum(have.stops[at], high[run]) + shift
-    return starts, stops, have.parts[at], shift
-
-
-def _clipped(want: DimTable, segments: Segments) -> Ints:
-    """How much of each destination interval the segments provide."""
-    found = np.zeros(len(want.starts), dtype=np.int64)
-    for _, start, length in segments:
-        common = np.minimum(want.stops, start + length) - np.maximum(want.starts, start)
-        found += np.maximum(common, 0)
-    return found
+def _meeting(starts: Ints, stops: Ints, other_starts: Ints, other_stops: Ints) -> tuple[Ints, Ints]:
+    """All pairs of an interval and another, of rising disjoint ones, that it meets."""
+    first = np.searchsorted(other_stops, starts, side="right")
+    counts = np.maximum(np.searchsorted(other_starts, stops, side="left") - first, 0)
+    return spread(first, counts)
 
 
 def insert_dims(grid: Grid, at: Sequence[int]) -> Grid:
@@ -264,13 +252,12 @@ def pairs_of(stack: Stack) -> list[GridPair] | None:
     feed = stack.feed
     sources = [insert_dims(grid, feed.have_insert) for grid in have]
     targets = [insert_dims(grid, feed.want_insert) for grid in want]
-    return [_pair(one, other, feed.moves) for one, other in product(sources, targets)]
-
-
-def _pair(have: Grid, want: Grid, moves: Sequence[object]) -> GridPair:
-    segments = moves or [None] * len(have.dims)
-    met = [meet_dim(*dims) for dims in zip(have.dims, want.dims, segments, strict=True)]  # type: ignore[arg-type]
-    return GridPair(have, want, tuple(met))
+    pairs = []
+    for one, other in product(sources, targets):
+        moves = feed.moves or [None] * len(one.dims)
+        met = [meet_dim(*dims) for dims in zip(one.dims, other.dims, moves, strict=True)]
+        pairs.append(GridPair(one, other, tuple(met)))
+    return pairs
 
 
 def regular_geometry(stack: Stack) -> RegularGeometry | None:
@@ -280,7 +267,15 @@ def regular_geometry(stack: Stack) -> RegularGeometry | None:
     pairs = pairs_of(stack)
     if pairs is None or not all(map(_is_regular, pairs)):
         return None
-    return RegularGeometry.of(pairs)
+    senders = [_lines(pair.have, pair.wanted) for pair in pairs]
+    receivers = [_lines(pair.want, pair.provided) for pair in pairs]
+    # The regions of all pairs are numbered one after the other.
+    send_base, receive_base = (
+        [*accumulate((len(line.amounts) for line in lines), initial=0)]
+        for lines in (senders, receivers)
+    )
+    chained = LineSet.chain(senders), LineSet.chain(receivers)
+    return RegularGeometry(pairs, *chained, send_base, receive_base)
 
 
 def _is_regular(pair: GridPair) -> bool:
@@ -310,14 +305,6 @@ class RegularGeometry:
     kinds: None = None
     addends: tuple[int, ...] = ()
 
-    @classmethod
-    def of(cls, pairs: list[GridPair]) -> RegularGeometry:
-        """Number the regions of all pairs one after the other."""
-        senders = [_lines(pair.have, pair.wanted) for pair in pairs]
-        receivers = [_lines(pair.want, pair.provided) for pair in pairs]
-        chained = LineSet.chain(senders), LineSet.chain(receivers)
-        return cls(pairs, *chained, _bases(senders), _bases(receivers))
-
     @property
     def wanting(self) -> LineSet:
         """All replicas of a region lack it, so those that share the receiving are all that want."""
@@ -335,24 +322,21 @@ class RegularGeometry:
 
     def cells_per_rank(self) -> tuple[int, int]:
         """The most cells of any source region and of any destination region."""
-        return (
-            sum(_most([np.diff(dim.have.first) for dim in pair.dims]) for pair in self.pairs),
-            sum(_most([np.diff(dim.want.first) for dim in pair.dims]) for pair in self.pairs),
-        )
+        sent = wanted = 0
+        for pair in self.pairs:
+            sent += prod(int(np.diff(dim.have.first).max(initial=0)) for dim in pair.dims)
+            wanted += prod(int(np.diff(dim.want.first).max(initial=0)) for dim in pair.dims)
+        return sent, wanted
 
     def sent_by(self, rank: int) -> Lined:
         """The cells of the regions a rank holds."""
-        found = [(n, pair.have.region_of(rank)) for n, pair in enumerate(self.pairs)]
-        return self._lined(
-            {n: self.pairs[n].cells(have_region=r) for n, r in found if r is not None}
-        )
+        found = ((n, pair.have.region_of(rank)) for n, pair in enumerate(self.pairs))
+        return self._lined({n: self.pairs[n].cells(r, None) for n, r in found if r is not None})
 
     def wanted_by(self, rank: int) -> Lined:
         """The cells of the regions a rank wants."""
-        found = [(n, pair.want.region_of(rank)) for n, pair in enumerate(self.pairs)]
-        return self._lined(
-            {n: self.pairs[n].cells(want_region=r) for n, r in found if r is not None}
-        )
+        found = ((n, pair.want.region_of(rank)) for n, pair in enumerate(self.pairs))
+        return self._lined({n: self.pairs[n].cells(None, r) for n, r in found if r is not None})
 
     def all(self) -> Lined:
         """All cells of all pairs."""
@@ -410,19 +394,10 @@ class RegularGeometry:
         return Lined(cells, cells.have_region, cells.have_at, cells.want_region, cells.want_at)
 
 
-def _most(per_dim: list[Ints]) -> int:
-    return int(np.prod([int(counts.max(initial=0)) for counts in per_dim], dtype=np.int64))
-
-
 def _lines(grid: Grid, amounts: Ints) -> LineSet:
     """One line per region; members in rising order, whatever the order of the mesh."""
     members = grid.holders(np.arange(grid.num_regions))
     return LineSet.regular(amounts, np.sort(members, axis=1))
-
-
-def _bases(lines: list[LineSet]) -> list[int]:
-    counts = [len(line.amounts) for line in lines]
-    return [sum(counts[:n]) for n in range(len(counts))]
 
 
 def _concatenated(parts: list[Cells]) -> Cells:
