@@ -20,7 +20,7 @@ import numpy as np
 from reshard.layout.box import Box, Interval, length_of, row_major
 from reshard.layout.columns import contained, offsets, sized_cache, spread
 from reshard.layout.coverage import box_columns, overlapping_pairs
-from reshard.layout.grid import DimTable, Grid, Ints, grids_of
+from reshard.layout.grid import Grid, Ints, grids_of
 from reshard.layout.layout import BoxLayout, Layout, Owners, Piece
 from reshard.layout.words import is_mixed
 
@@ -236,40 +236,32 @@ def owners(layout: Layout, box: Box, shape: tuple[int, ...]) -> tuple[Owners, ..
     layout.dims(shape)
     box = Box.whole(shape) & box
     grids = None if isinstance(layout, BoxLayout) else grids_of(layout, shape)
-    if grids is None:
-        found = list(_owners_listed(listed_of(layout, shape), box))
-    else:
+    found: list[Owners] = []
+    if grids is not None:
         found = [owner for grid in grids for owner in _owners_in_grid(grid, box)]
+    elif box.size:
+        listed = listed_of(layout, shape)
+        here = box_columns([box], len(shape))
+        for i in overlapping_pairs(*here, listed.starts, listed.stops)[1]:
+            whole = Box(tuple(listed.starts[i]), tuple(listed.stops[i]))
+            found.append(Owners(whole & box, tuple(map(int, listed.of(int(i))))))
     return tuple(sorted(found, key=lambda owner: owner.box))
-
-
-def _owners_listed(listed: Listed, box: Box) -> Iterable[Owners]:
-    lows = np.array([box.start], dtype=np.int64).reshape(1, -1)
-    highs = np.array([box.stop], dtype=np.int64).reshape(1, -1)
-    for i in overlapping_pairs(lows, highs, listed.starts, listed.stops)[1] if box.size else ():
-        whole = Box(tuple(listed.starts[i]), tuple(listed.stops[i]))
-        yield Owners(whole & box, tuple(map(int, listed.of(int(i)))))
 
 
 def _owners_in_grid(grid: Grid, box: Box) -> Iterable[Owners]:
     if not box.size:
         return
-    limits = zip(grid.dims, box.start, box.stop, strict=True)
-    near = replace(grid, dims=tuple(_near(dim, low, high) for dim, low, high in limits))
-    starts, stops, regions = near.boxes()
+    near = []
+    for dim, low, high in zip(grid.dims, box.start, box.stop, strict=True):
+        first = int(np.searchsorted(dim.stops, low, side="right"))
+        kept = slice(first, int(np.searchsorted(dim.starts, high, side="left")))
+        intervals = dim.starts[kept], dim.stops[kept], dim.parts[kept]
+        near.append(DimTable(*intervals, dim.places, dim.axes))
+    starts, stops, regions = replace(grid, dims=tuple(near)).boxes()
     for start, stop, region in zip(starts, stops, regions, strict=True):
         ranks = [grid.holders(region[None], a) for a in range(len(grid.addends))]
         holders = tuple(sorted(map(int, np.concatenate(ranks, axis=1).ravel())))
         yield Owners(Box(tuple(start), tuple(stop)) & box, holders)
-
-
-def _near(dim: DimTable, low: int, high: int) -> DimTable:
-    """Only the intervals that meet a range of the dim."""
-    kept = slice(
-        int(np.searchsorted(dim.stops, low, side="right")),
-        int(np.searchsorted(dim.starts, high, side="left")),
-    )
-    return replace(dim, starts=dim.starts[kept], stops=dim.stops[kept], parts=dim.parts[kept])
 
 
 class LocalPieces:

@@ -24,7 +24,7 @@ from reshard.errors import LayoutError
 from reshard.layout.columns import Ints, distinct, sized_cache
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.mesh import Mesh
-from reshard.layout.words import Cut, Cuts, Packed, Segment, axes_of, check_sum, is_mixed, tiling
+from reshard.layout.words import Cut, Cuts, Packed, axes_of, check_sum, is_mixed, tiling
 
 __all__ = ["DimTable", "Grid", "Ints", "addend_of", "grids_of", "num_addends"]
 
@@ -165,20 +165,17 @@ _Group = list[tuple[int, int, Cuts]]
 def _groups(cuts: Cuts, size: int) -> list[_Group] | None:
     if not is_mixed(cuts):
         return [[(0, size, cuts)]]
-    if len(cuts) > 1 or any(is_mixed(segment.cuts) for segment in _segments(cuts[0])):
+    segments = cuts[0].segments if isinstance(cuts[0], Packed) else ()
+    if len(cuts) > 1 or any(is_mixed(segment.cuts) for segment in segments):
         return None
     groups: dict[frozenset[str], _Group] = {}
     start = 0
-    for segment in _segments(cuts[0]):
+    for segment in segments:
         key = frozenset(axes_of(segment.cuts))
         groups.setdefault(key, []).append((start, segment.size, segment.cuts))
         start += segment.size
     check_sum(cuts[0], [start], size)
     return list(groups.values())
-
-
-def _segments(cut: Cut) -> tuple[Segment, ...]:
-    return cut.segments if isinstance(cut, Packed) else ()
 
 
 def _table(layout: Layout, group: _Group) -> DimTable:

@@ -128,14 +128,11 @@ def _hash_grid(hasher: hashlib.blake2b, grid: Grid, lost: Ints) -> None:
             hasher.update(np.concatenate([starts, stops, parts]).tobytes())
         columns.append(part)
     rows = np.stack(columns, axis=1)
-    _hash_rows(hasher, rows[(rows >= 0).all(axis=1)], single, len(grid.dims))
-
-
-def _hash_rows(hasher: hashlib.blake2b, rows: Ints, single: bool, num_dims: int) -> None:
-    """Ranks in rising order; the boxes alone where there is one per rank."""
+    rows = rows[(rows >= 0).all(axis=1)]
     rows = rows[np.argsort(rows[:, 0])]
     if single:
-        boxes = [0] + [1 + 3 * dim + side for dim in range(num_dims) for side in (0, 1)]
+        # The boxes alone.
+        boxes = [0] + [1 + 3 * dim + side for dim in range(len(grid.dims)) for side in (0, 1)]
         rows = rows[:, boxes]
     hasher.update(b"box" if single else b"tables")
     hasher.update(np.ascontiguousarray(rows).tobytes())

@@ -121,22 +121,15 @@ class _Stacks:
     def add(self, have: TensorSpec, want: TensorSpec, feed: Feed | None, name: str) -> None:
         """Add a tensor; without a feed it is the source tensor of the same name."""
         how = feed and (feed.moves, feed.have_insert, feed.want_insert)
-        key = (
-            have.shape,
-            have.dtype,
-            id(have.layout),
-            want.shape,
-            want.dtype,
-            id(want.layout),
-            how,
-        )
+        specs = (have.shape, have.dtype, want.shape, want.dtype)
+        key = (*specs, id(have.layout), id(want.layout), how)
         stack = self._seen.get(key)
         if stack is None:
             feed = feed or Feed(name)
             ends = (_placement(have, feed.name), _placement(want, name))
             how = (feed.moves, feed.have_insert, feed.want_insert)
-            equal = (have.shape, have.dtype, want.shape, want.dtype, *ends, how)
-            stack = self._seen[key] = self.found.setdefault(equal, Stack(have, want, feed))
+            found = self.found.setdefault((*specs, *ends, how), Stack(have, want, feed))
+            stack = self._seen[key] = found
         stack.names.append((feed.name if feed else name, name))
 
 
@@ -179,20 +172,16 @@ def addends_of(stack: Stack) -> list[Addends]:
             f'{stack.label}: the destination "{want}" has {kept} addends and the source "{have}" '
             f"has {num}: the source's number must be a multiple of the destination's"
         )
-    owner = _owners_of_addends(stack, num, kept)
+    owner = [addend * kept // num for addend in range(num)]
+    if num > kept:
+        # Where each addend already is, if that comes out even.
+        have_at, want_at = addend_of(have), addend_of(want)
+        both = [rank for rank in sorted(have_at, reverse=True) if rank in want_at]
+        here = {have_at[rank]: want_at[rank] for rank in both}
+        kept_here = [here.get(addend, -1) for addend in range(num)]
+        if all(kept_here.count(number) == num // kept for number in range(kept)):
+            owner = kept_here
     return [
         Addends(tuple(a for a in range(num) if owner[a] == number), number)
         for number in range(kept)
     ]
-
-
-def _owners_of_addends(stack: Stack, num: int, kept: int) -> list[int]:
-    """The destination addend of each source addend: where it already is, if that comes out even."""
-    if num == kept:
-        return list(range(num))
-    have, want = addend_of(stack.have.layout), addend_of(stack.want.layout)
-    here = {have[rank]: want[rank] for rank in sorted(have, reverse=True) if rank in want}
-    owner = [here.get(addend, -1) for addend in range(num)]
-    if all(owner.count(number) == num // kept for number in range(kept)):
-        return owner
-    return [addend * kept // num for addend in range(num)]

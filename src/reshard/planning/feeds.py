@@ -98,10 +98,8 @@ def _feeds(
     name: str, want: TensorSpec, source: Source, names: Sequence[str], specs: Sequence[TensorSpec]
 ) -> Iterator[Feed]:
     match source:
-        case Join(rows=None):
-            yield from _joined(name, want, source, names, specs)
         case Join():
-            yield from _interleaved(name, want, source, names, specs)
+            yield from _joined(name, want, source, names, specs)
         case Stacked():
             yield from _stacked(name, want, source, names, specs)
         case Take():
@@ -119,37 +117,37 @@ def _with(moves: tuple[Segments, ...], dim: int, segments: Segments) -> tuple[Se
 def _joined(
     name: str, want: TensorSpec, source: Join, names: Sequence[str], specs: Sequence[TensorSpec]
 ) -> Iterator[Feed]:
-    _check_others(name, want, source.dim, names, specs)
-    lengths = [spec.shape[source.dim] for spec in specs]
-    if sum(lengths) != want.shape[source.dim]:
+    """Sources one after the other are one group of all their rows."""
+    dim = source.dim
+    for part, spec in zip(names, specs, strict=True):
+        others = spec.shape[:dim] + spec.shape[dim + 1 :]
+        fits = 0 <= dim < len(want.shape) == len(spec.shape)
+        if not fits or others != want.shape[:dim] + want.shape[dim + 1 :]:
+            raise PlanError(
+                f'"{part}" has shape {spec.shape} and "{name}" has {want.shape}: '
+                f"tensors joined in dim {dim} agree in every other dim"
+            )
+    lengths, total = tuple(spec.shape[dim] for spec in specs), want.shape[dim]
+    rows = lengths if source.rows is None else source.rows
+    group = sum(rows)
+    if source.rows is None and group != total:
         raise PlanError(
-            f'"{name}" has {want.shape[source.dim]} in dim {source.dim} and the {len(names)} '
-            f"sources joined there have {sum(lengths)} ({' + '.join(map(str, lengths))}): "
-            "make them equal"
+            f'"{name}" has {total} in dim {dim} and the {len(names)} sources joined there have '
+            f"{group} ({' + '.join(map(str, lengths))}): make them equal"
         )
-    for part, length, start in zip(names, lengths, accumulate(lengths, initial=0), strict=False):
-        yield Feed(part, _with(_whole(want.shape), source.dim, ((0, start, length),)))
-
-
-def _interleaved(
-    name: str, want: TensorSpec, source: Join, names: Sequence[str], specs: Sequence[TensorSpec]
-) -> Iterator[Feed]:
-    _check_others(name, want, source.dim, names, specs)
-    rows = source.rows or ()
-    group, total = sum(rows), want.shape[source.dim]
-    num = total // group
+    num = 1 if source.rows is None else total // group
     if num > MAX_STACKED:
         raise PlanError(f'"{name}" is dealt in {num} groups: at most {MAX_STACKED} work')
-    for part, spec, count in zip(names, specs, rows, strict=True):
-        if spec.shape[source.dim] != num * count or num * group != total:
+    for part, length, count in zip(names, lengths, rows, strict=True):
+        if length != num * count or num * group != total:
             raise PlanError(
-                f'"{name}" has {total} in dim {source.dim}, that is {total / group:g} groups of '
-                f'{group}, and "{part}" has {spec.shape[source.dim]}, that is '
-                f"{spec.shape[source.dim] / count:g} groups of {count}: make them equal"
+                f'"{name}" has {total} in dim {dim}, that is {total / group:g} groups of '
+                f'{group}, and "{part}" has {length}, that is '
+                f"{length / count:g} groups of {count}: make them equal"
             )
     for part, count, start in zip(names, rows, accumulate(rows, initial=0), strict=False):
         runs = tuple((g * count, g * group + start, count) for g in range(num))
-        yield Feed(part, _with(_whole(want.shape), source.dim, runs))
+        yield Feed(part, _with(_whole(want.shape), dim, runs))
 
 
 def _stacked(
@@ -210,19 +208,6 @@ def _advice(have: TensorSpec, want: TensorSpec) -> str:
         "both must be shapes of the whole tensor, and a plain tensor counts as whole; describe a "
         f'shard as rs.TensorSpec({large.shape}, "{small.dtype}", rs.Layout(mesh, words))'
     )
-
-
-def _check_others(
-    name: str, want: TensorSpec, dim: int, names: Sequence[str], specs: Sequence[TensorSpec]
-) -> None:
-    for part, spec in zip(names, specs, strict=True):
-        others = spec.shape[:dim] + spec.shape[dim + 1 :]
-        fits = 0 <= dim < len(want.shape) == len(spec.shape)
-        if not fits or others != want.shape[:dim] + want.shape[dim + 1 :]:
-            raise PlanError(
-                f'"{part}" has shape {spec.shape} and "{name}" has {want.shape}: '
-                f"tensors joined in dim {dim} agree in every other dim"
-            )
 
 
 def _unfed(name: str, want: TensorSpec, source: Source, feeds: Sequence[Feed]) -> tuple[Box, ...]:

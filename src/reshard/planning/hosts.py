@@ -299,11 +299,10 @@ def host_flows(stacks: Sequence[Stack], world: Ints, home: Home) -> list[Flow]:
         _add_local(ranks, *job)
     slots: list[list[Slots]] = []
     for passes in (False, True):
-        shared = iter(
-            _pass_on(between, loads, ranks, home, grain)
-            if passes
-            else _share_over_hosts(between, passes, loads, ranks, grain)
-        )
+        if passes:
+            shared = iter(_pass_on(between, loads, ranks, home, grain))
+        else:
+            shared = iter(_share_over_hosts(between, False, loads, ranks, grain))
         others = iter(share_plainly(plain, passes, ranks, grain))
         slots.append([next(others if hosts is None else shared) for hosts in lines])
     flows: list[Flow] = []

@@ -113,11 +113,8 @@ def take(
     Take(name='embed', crop=(), index=(), pad=((0, 128512),))
     """
     crops = tuple(sorted((dim, (lo, hi)) for dim, (lo, hi) in (crop or {}).items()))
-    return Take(name, crops, _items(index), _items(pad))
-
-
-def _items(mapping: Mapping[int, int] | None) -> tuple[tuple[int, int], ...]:
-    return tuple(sorted((mapping or {}).items()))
+    one, longer = (tuple(sorted((by_dim or {}).items())) for by_dim in (index, pad))
+    return Take(name, crops, one, longer)
 
 
 def join(*names: str, dim: int = 0, source: str = "{part}", **rows: int) -> Source:

@@ -125,21 +125,17 @@ def plan(
     elif shape is not None or dtype is not None:
         raise PlanError("shape= and dtype= are for one tensor: each spec of a dict has its own")
     else:
-        _check_specs(have)
-        _check_specs(want)
+        for name, spec in (*have.items(), *want.items()):
+            if not isinstance(spec, TensorSpec):
+                raise ArgumentTypeError(
+                    f"{quoted(str(name))} is a {type(spec).__name__}, and a plan of dicts takes "
+                    "specs: give rs.TensorSpec(shape, dtype, layout), or rs.describe(tensors) in "
+                    "a job"
+                )
     cap = DEFAULT_MEMORY if memory is None else parse_bytes(memory)
     if topology is not None and not isinstance(topology, Topology):
         topology = Topology.load(topology)
     return Plan(have, want, names=names or {}, memory=cap, topology=topology, strict=strict)
-
-
-def _check_specs(specs: Mapping[str, TensorSpec]) -> None:
-    for name, spec in specs.items():
-        if not isinstance(spec, TensorSpec):
-            raise ArgumentTypeError(
-                f"{quoted(str(name))} is a {type(spec).__name__}, and a plan of dicts takes specs: "
-                "give rs.TensorSpec(shape, dtype, layout), or rs.describe(tensors) in a job"
-            )
 
 
 class Plan:
