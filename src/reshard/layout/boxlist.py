@@ -20,7 +20,7 @@ import numpy as np
 from reshard.layout.box import Box, Interval, length_of, row_major
 from reshard.layout.columns import contained, offsets, sized_cache, spread
 from reshard.layout.coverage import box_columns, overlapping_pairs
-from reshard.layout.grid import Grid, Ints, grids_of
+from reshard.layout.grid import DimTable, Grid, Ints, grids_of
 from reshard.layout.layout import BoxLayout, Layout, Owners, Piece
 from reshard.layout.words import is_mixed
 
