@@ -15,41 +15,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from reshard import errors
+from reshard.errors import *  # noqa: F403 - they import nothing, and load at once
+
 if TYPE_CHECKING:  # type checkers and editors see here what `__getattr__` loads
     from reshard import checkpoint as checkpoint
     from reshard import nn as nn
     from reshard import rules as rules
     from reshard import sharded as sharded
-    from reshard.errors import ArgumentError as ArgumentError
-    from reshard.errors import ArgumentTypeError as ArgumentTypeError
-    from reshard.errors import BoxError as BoxError
-    from reshard.errors import CheckpointError as CheckpointError
-    from reshard.errors import CoverageError as CoverageError
-    from reshard.errors import DamageError as DamageError
-    from reshard.errors import DisagreementError as DisagreementError
-    from reshard.errors import DtypeError as DtypeError
-    from reshard.errors import FormatError as FormatError
-    from reshard.errors import LayoutError as LayoutError
-    from reshard.errors import LiveError as LiveError
-    from reshard.errors import MemoryCapError as MemoryCapError
-    from reshard.errors import MeshError as MeshError
-    from reshard.errors import MoveTimeoutError as MoveTimeoutError
-    from reshard.errors import NamesError as NamesError
-    from reshard.errors import NotationError as NotationError
-    from reshard.errors import OperationError as OperationError
-    from reshard.errors import PathError as PathError
-    from reshard.errors import PeerLostError as PeerLostError
-    from reshard.errors import PlanError as PlanError
-    from reshard.errors import ProofError as ProofError
-    from reshard.errors import ReshardError as ReshardError
-    from reshard.errors import RulesError as RulesError
-    from reshard.errors import SizeError as SizeError
-    from reshard.errors import StateError as StateError
-    from reshard.errors import TargetError as TargetError
-    from reshard.errors import TensorError as TensorError
-    from reshard.errors import TopologyError as TopologyError
-    from reshard.errors import UnfinishedError as UnfinishedError
-    from reshard.errors import UnsupportedError as UnsupportedError
     from reshard.layout.box import Box as Box
     from reshard.layout.layout import Layout as Layout
     from reshard.layout.mesh import Mesh as Mesh
@@ -99,72 +72,15 @@ _HOMES = {
     "stack": "planning.names",
     "take": "planning.names",
 }
-_ERRORS = (
-    "ArgumentError", "ArgumentTypeError", "BoxError", "CheckpointError", "CoverageError",
-    "DamageError", "DisagreementError", "DtypeError", "FormatError", "LayoutError", "LiveError",
-    "MemoryCapError", "MeshError", "MoveTimeoutError", "NamesError", "NotationError",
-    "OperationError", "PathError", "PeerLostError", "PlanError", "ProofError", "ReshardError",
-    "RulesError", "SizeError", "StateError", "TargetError", "TensorError", "TopologyError",
-    "UnfinishedError", "UnsupportedError",
-)  # fmt: skip
-_HOMES |= dict.fromkeys(_ERRORS, "errors")
 _PACKAGES = ("checkpoint", "nn", "rules", "sharded")
 """Packages of users, which load when first named, as `rs.checkpoint` does."""
 
 __all__ = [
-    "ArgumentError",
-    "ArgumentTypeError",
-    "Box",
-    "BoxError",
-    "CheckpointError",
-    "CoverageError",
-    "DamageError",
-    "DisagreementError",
-    "DtypeError",
-    "FormatError",
-    "Layout",
-    "LayoutError",
-    "LiveError",
-    "MemoryCapError",
-    "Mesh",
-    "MeshError",
-    "MoveTimeoutError",
-    "NamesError",
-    "NotationError",
-    "OperationError",
-    "PathError",
-    "PeerLostError",
-    "Plan",
-    "PlanError",
-    "ProofError",
-    "ReshardError",
-    "Rules",
-    "RulesError",
-    "RunReport",
-    "SimulationReport",
-    "SizeError",
-    "StateError",
-    "Summary",
-    "TargetError",
-    "TensorError",
-    "TensorSpec",
-    "Topology",
-    "TopologyError",
-    "UnfinishedError",
-    "UnsupportedError",
-    "backward",
-    "check",
-    "describe",
-    "exchange",
-    "flat_bucket",
-    "join",
-    "layout_of",
-    "move",
-    "plan",
-    "simulate",
-    "stack",
-    "take",
-]
+    "Box", "Layout", "Mesh", "Plan", "Rules", "RunReport", "SimulationReport", "Summary",
+    "TensorSpec", "Topology", "backward", "check", "describe", "exchange", "flat_bucket", "join",
+    "layout_of", "move", "plan", "simulate", "stack", "take",
+]  # fmt: skip
+__all__ += errors.__all__
 
 
 _MOVED = {"models": "rules.models"}
@@ -189,9 +105,7 @@ def _load(name: str) -> object:
     try:
         module = import_module(f"reshard.{_HOMES[name]}")
     except ModuleNotFoundError:
-        from reshard.errors import needing_torch
-
-        with needing_torch(f"reshard.{name}"):
+        with errors.needing_torch(f"reshard.{name}"):
             raise
     globals()[name] = value = getattr(module, name)
     return value

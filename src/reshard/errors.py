@@ -42,38 +42,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 __all__ = [
-    "ArgumentError",
-    "ArgumentTypeError",
-    "BoxError",
-    "CheckpointError",
-    "CoverageError",
-    "DamageError",
-    "DisagreementError",
-    "DtypeError",
-    "FormatError",
-    "LayoutError",
-    "LiveError",
-    "MemoryCapError",
-    "MeshError",
-    "MoveTimeoutError",
-    "NamesError",
-    "NotationError",
-    "OperationError",
-    "PathError",
-    "PeerLostError",
-    "PlanError",
-    "ProofError",
-    "ReshardError",
-    "RulesError",
-    "SizeError",
-    "StateError",
-    "TargetError",
-    "TensorError",
-    "TopologyError",
-    "UnfinishedError",
-    "UnsupportedError",
-    "needing_torch",
-]
+    "ArgumentError", "ArgumentTypeError", "BoxError", "CheckpointError", "CoverageError",
+    "DamageError", "DisagreementError", "DtypeError", "FormatError", "LayoutError", "LiveError",
+    "MemoryCapError", "MeshError", "MoveTimeoutError", "NamesError", "NotationError",
+    "OperationError", "PathError", "PeerLostError", "PlanError", "ProofError", "ReshardError",
+    "RulesError", "SizeError", "StateError", "TargetError", "TensorError", "TopologyError",
+    "UnfinishedError", "UnsupportedError",
+]  # fmt: skip
 
 
 @contextmanager

@@ -4,8 +4,7 @@
     print(build("src", "index"))
 
 records  what one Python or Markdown file defines, imports and mentions
-pages    the documentation page and the keyword page of one file
-tree     all files of a tree: who imports whom, folders, an A to Z of all keywords with search
+tree     all files of a tree as pages: who imports whom, folders, an A to Z of keywords, search
 
 The standard library is all that it needs. Nothing of the tree is imported or run.
 """

@@ -1,33 +1,40 @@
-"""All files of a tree: records, pages, folders, and an A to Z of all keywords with search."""
+"""All files of a tree as pages: of each file, of folders, an A to Z of all keywords with search."""
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import posixpath
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
+from urllib.parse import quote
 
 from reshard.errors import ArgumentError, PathError
-from reshard.index.pages import (
-    LINKS,
-    documentation_page,
-    keyword_page,
-    letter_of,
-    link,
-    listing,
-    plain,
-)  # fmt: skip
-from reshard.index.records import DEFINED, Record, markdown_record, python_record
+from reshard.index.records import (
+    DEFINED,
+    MENTIONED,
+    Definition,
+    Record,
+    lines_of,
+    markdown_record,
+    python_record,
+)
 from reshard.text import quoted
 
 __all__ = ["IndexReport", "build"]
 
 MAX_FILE = 16 << 20
+LINKS = "<!-- links -->"
+"""Where the links to other files of the tree go, which are known when all files are read."""
+
 _READERS = {".py": python_record, ".pyi": python_record, ".md": markdown_record}
+_SECTIONS = {"Imports": "Dependencies", "Identifiers": "Source", "Code words": "Source"}
+_ESCAPES = str.maketrans({sign: f"\\{sign}" for sign in "\\`*_[]<>|#"} | {"\n": " "})
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +120,9 @@ def _write_file(root: Path, target: Path, path: str) -> Record:
     record, text = _READERS[posixpath.splitext(path)[1]](path, (root / path).read_bytes())
     data = json.dumps(record.to_dict(), ensure_ascii=False, separators=(",", ":"))
     _write(target / f"{path}.json", data + "\n")
-    _write(target / f"{path}.md", documentation_page(record, text))
+    _write(target / f"{path}.md", _documentation_page(record, text))
     origin = Path(os.path.relpath(root, target)).as_posix()
-    _write(target / f"{path}.keywords.md", keyword_page(record, origin))
+    _write(target / f"{path}.keywords.md", _keyword_page(record, origin))
     return record
 
 
@@ -163,18 +170,18 @@ def _write_links(target: Path, files: list[_File]) -> None:
             own = module in modules or written.startswith(".") or top in tops
             kind = "Own" if own else "Standard library" if top in _STANDARD else "Third party"
             path = modules.get(module)
-            kinds[kind].add(link(written, f"{path}.md", here) if path else plain(written))
+            kinds[kind].add(_link(written, f"{path}.md", here) if path else _plain(written))
             dotted = written if written.endswith(".") else f"{written}."
             for name in names:
                 path = modules.get(f"{module}.{name}")
-                kinds[kind] |= {link(f"{dotted}{name}", f"{path}.md", here)} if path else set()
+                kinds[kind] |= {_link(f"{dotted}{name}", f"{path}.md", here)} if path else set()
         users = sorted(importers[file.path])
-        parts = listing("Imported by", (link(user, f"{user}.md", here) for user in users))
+        parts = _listing("Imported by", (_link(user, f"{user}.md", here) for user in users))
         parts += ["## Dependencies\n"]
         for kind, found in kinds.items():
-            parts += listing(kind, sorted(found))
-        tests = [link(user, f"{user}.md", here) for user in users if _is_test(user)]
-        parts += ["## Tests\n", *listing("Tests that mention it", tests)]
+            parts += _listing(kind, sorted(found))
+        tests = [_link(user, f"{user}.md", here) for user in users if _is_test(user)]
+        parts += ["## Tests\n", *_listing("Tests that mention it", tests)]
         page = (target / here).read_text(encoding="utf-8", errors="surrogateescape")
         _write(target / here, page.replace(LINKS, "\n".join(parts), 1))
 
@@ -199,17 +206,21 @@ def _write_folders(target: Path, files: list[_File], skipped: list[tuple[str, st
     for folder in {"", *held, *inner}:
         here = posixpath.join(folder, "index.md")
         up = posixpath.join(posixpath.dirname(folder), "index.md")
-        parts = [f"# {plain(folder or '.')}\n", *([link("up", up, here), ""] if folder else [])]
+        parts = [f"# {_plain(folder or '.')}\n", *([_link("up", up, here), ""] if folder else [])]
         names = sorted(inner[folder])
-        parts += listing("Folders", (link(f"{name}/", f"{name}/index.md", here) for name in names))
-        parts += listing("Files", (
-            f"{link(posixpath.basename(one.path), f'{one.path}.md', here)} "
-            f"({link('keywords', f'{one.path}.keywords.md', here)}) {plain(one.summary)}".rstrip()
+        parts += _listing(
+            "Folders", (_link(f"{name}/", f"{name}/index.md", here) for name in names)
+        )
+        parts += _listing("Files", (
+            f"{_link(posixpath.basename(one.path), f'{one.path}.md', here)} "
+            f"({_link('keywords', f'{one.path}.keywords.md', here)}) {_plain(one.summary)}".rstrip()
             for one in held[folder]
         ))  # fmt: skip
         if not folder:
-            parts += listing("All keywords", ["[A to Z](A-Z.md)", "[search](search.html)"])
-            parts += listing("Skipped", (f"{plain(path)}: {plain(why)}" for path, why in skipped))
+            parts += _listing("All keywords", ["[A to Z](A-Z.md)", "[search](search.html)"])
+            parts += _listing(
+                "Skipped", (f"{_plain(path)}: {_plain(why)}" for path, why in skipped)
+            )
         _write(target / here, "\n".join(parts))
 
 
@@ -218,13 +229,13 @@ def _write_letters(target: Path, files: list[_File], words: dict[str, list[int]]
     letters: dict[str, list[str]] = defaultdict(list)
     for word in sorted(words, key=lambda word: (word.lower(), word)):
         count, num_files, index, line, defined = words[word]
-        letter = letter_of(word)
-        where = link(word, f"{files[index].path}.md", f"A-Z/{letter}.md", line)
+        letter = _letter_of(word)
+        where = _link(word, f"{files[index].path}.md", f"A-Z/{letter}.md", line)
         letters[letter].append(f"{where} {'defined, ' * defined}{count} in {num_files} files")
     for letter, lines in letters.items():
-        _write(target / f"A-Z/{letter}.md", "\n".join(listing(letter, lines)))
+        _write(target / f"A-Z/{letter}.md", "\n".join(_listing(letter, lines)))
     names = [f"[{letter}](A-Z/{letter}.md) {len(letters[letter])}" for letter in sorted(letters)]
-    _write(target / "A-Z.md", "\n".join(listing("A to Z", names)))
+    _write(target / "A-Z.md", "\n".join(_listing("A to Z", names)))
     found = [[word, files[seen[2]].path, seen[3]] for word, seen in words.items() if seen[4]]
     data = json.dumps(sorted(found), ensure_ascii=False, separators=(",", ":"))
     _write(target / "search.html", _SEARCH.replace("DATA", data.replace("<", "\\u003c")))
@@ -247,3 +258,133 @@ q.oninput = () => { const text = q.value.toLowerCase();
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8", errors="surrogateescape", newline="\n")
+
+
+def _plain(text: str) -> str:
+    """Text that Markdown shows as it is."""
+    return text.translate(_ESCAPES)
+
+
+def _link(words: str, target: str, here: str, line: int = 0) -> str:
+    """A relative link from one page to another, perhaps to a line."""
+    away = posixpath.relpath(target, posixpath.dirname(here) or ".")
+    return f"[{_plain(words)}]({quote(away)}{f'#L{line}' if line else ''})"
+
+
+def _listing(title: str, lines: Iterable[str]) -> list[str]:
+    """A heading and a list, which says so if it is empty."""
+    return [f"### {title}\n", *([f"- {line}" for line in lines] or ["- (none)"]), ""]
+
+
+def _letter_of(word: str) -> str:
+    """The part of an A to Z that a word is in."""
+    first = word.lstrip("_")[:1].upper()
+    return first if first.isascii() and first.isalpha() else "other"
+
+
+def _documentation_page(record: Record, text: str) -> str:
+    """What a file is: metadata, overview, definitions, structure, dependencies, tests, source."""
+    here = f"{record.path}.md"
+    parts = [
+        f"# {_plain(record.path)}\n\n## File\n",
+        f"- path: {_plain(record.path)}",
+        f"- lines: {record.lines}",
+        f"- bytes: {record.bytes}",
+        f"- summary: {_plain(record.summary) or '(none)'}",
+        f"- keywords: {_link('keyword page', f'{record.path}.keywords.md', here)}",
+        f"- record: {_link('JSON', f'{record.path}.json', here)}\n",
+        f"## Overview\n\n{_overview(record)}\n",
+        *_definitions("Headings", record.headings),
+        *_definitions("Classes", record.classes),
+        *_definitions("Functions", record.functions),
+        "## Structure\n",
+        *_listing("Calls inside the file", (
+            f"[{_plain(one.name)}](#L{one.line}) -> {', '.join(map(_plain, one.calls))}"
+            for one in (*record.classes, *record.functions) if one.calls
+        )),
+        f"{LINKS}\n## Source\n\n<pre>",
+    ]  # fmt: skip
+    lines = enumerate(lines_of(html.escape(text, quote=False)), 1)
+    return "\n".join([*parts, *(f'<a id="L{at}"></a>{line}' for at, line in lines), "</pre>\n"])
+
+
+def _overview(record: Record) -> str:
+    counted = {
+        "class": (len(record.classes), "classes"),
+        "function": (len(record.functions), "functions"),
+        "heading": (len(record.headings), "headings"),
+        "imported module": (len({one[0] for one in record.imports}), "imported modules"),
+    }
+    parts = [f"{n} {one if n == 1 else more}" for one, (n, more) in counted.items() if n]
+    return f"{_plain(record.summary)} {', '.join(parts) or 'no definitions'}.".strip()
+
+
+def _definitions(title: str, listed: Sequence[Definition]) -> list[str]:
+    lines = [f"## {title}\n"] if listed else []
+    for one in listed:
+        words = " ".join(one.signature.split()).replace("`", "\u02cb")  # it would end the code
+        signature = f" `{words}`" if words else ""
+        lines += [f"- [{_plain(one.name)}](#L{one.line}){signature} {_plain(one.summary)}".rstrip()]
+    return [*lines, ""] if listed else []
+
+
+def _keyword_page(record: Record, origin: str) -> str:
+    """The words of a file: by kind, from A to Z, and where in the documentation page they are.
+
+    `origin` is the way from the folder of the index to the tree.
+    """
+    here = f"{record.path}.keywords.md"
+    name, folder = posixpath.basename(record.path), posixpath.dirname(record.path)
+    page, kinds = quote(f"{name}.md"), _kinds(record)
+    original = "../" * record.path.count("/") + quote(posixpath.join(origin, record.path))
+    parts = [
+        f"# Keywords of {_plain(record.path)}\n\n## File Information\n",
+        f"- original file: [{_plain(name)}]({original})",
+        f"- documentation page: {_link('documentation', f'{record.path}.md', here)}",
+        f"- folder: {_link(folder or '.', posixpath.join(folder, 'index.md'), here)}\n",
+        "## Keywords Extracted\n",
+    ]
+    for kind, words in kinds.items():
+        parts += _listing(f"{kind} ({len(words)})", (
+            f"[{_plain(word)}]({page}#L{line}) {count}{note}" for word, line, count, note in words
+        ))  # fmt: skip
+    every = {word for words in kinds.values() for word, *_ in words}
+    ordered = sorted(every, key=lambda word: (_letter_of(word), *_order(word)))
+    parts += ["## A to Z\n"]
+    for letter, group in groupby(ordered, _letter_of):
+        parts += [f"**{letter}**: {', '.join(map(_plain, group))}\n"]
+    parts += ["## Keyword -> Section\n", "| keyword | section |", "|---|---|"]
+    for kind, words in kinds.items():
+        section = _SECTIONS.get(kind, kind)
+        where = f"[{section}]({page}#{section.lower()})"
+        parts += [f"| {_plain(word)} | {where} |" for word, *_ in words]
+    return "\n".join([*parts, ""])
+
+
+def _kinds(record: Record) -> dict[str, list[tuple[str, int, int, str]]]:
+    """(word, first line, count, note) by kind, sorted; identifiers are what no other kind has."""
+    imports = [(module, line) for module, line, _ in record.imports]
+    imports += [(name, line) for _, line, names in record.imports for name in names]
+    pairs = {
+        "Headings": [(one.name, one.line) for one in record.headings],
+        "Functions": [(one.name.rpartition(".")[2], one.line) for one in record.functions],
+        "Classes": [(one.name.rpartition(".")[2], one.line) for one in record.classes],
+        "Imports": imports,
+    }
+    found: dict[str, list[tuple[str, int, int, str]]] = {}
+    for kind, listed in pairs.items():
+        first = dict(reversed(listed))
+        counts = {word: record.identifiers.get(word, ("", 0, 1))[2] for word in first}
+        found[kind] = [(word, first[word], counts[word], "") for word in sorted(first, key=_order)]
+    code = "Identifiers" if record.language == "python" else "Code words"
+    listed_words = {word for words in found.values() for word, *_ in words}
+    found[code] = [
+        (word, line, count, "" if kind == MENTIONED else f" ({kind})")
+        for word in sorted(record.identifiers.keys() - listed_words, key=_order)
+        for kind, line, count in [record.identifiers[word]]
+    ]
+    return {kind: words for kind, words in found.items() if words}
+
+
+def _order(word: str) -> tuple[str, str]:
+    return word.lower(), word

@@ -37,16 +37,9 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "are_ranks_simulated",
-    "has_layout",
-    "is_dtensor",
-    "is_own_sharded_tensor",
-    "is_sharded_tensor",
-    "materialize",
-    "not_compiled",
-    "this_rank",
-    "wait_ready",
-]
+    "are_ranks_simulated", "has_layout", "is_dtensor", "is_own_sharded_tensor", "is_sharded_tensor",
+    "materialize", "not_compiled", "this_rank", "wait_ready",
+]  # fmt: skip
 
 NOT_COMPILED = "reshard moves data between processes, which is not a part of a graph"
 

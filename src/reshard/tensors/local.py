@@ -29,17 +29,9 @@ if TYPE_CHECKING:
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 __all__ = [
-    "Destination",
-    "box_view",
-    "check_matches",
-    "destination_of",
-    "layout_of",
-    "local_of",
-    "parts_of",
-    "piece_view",
-    "spec_of",
-    "whole_on",
-]
+    "Destination", "box_view", "check_matches", "destination_of", "layout_of", "local_of",
+    "parts_of", "piece_view", "spec_of", "whole_on",
+]  # fmt: skip
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:

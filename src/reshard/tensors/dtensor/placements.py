@@ -33,23 +33,10 @@ from reshard.layout.words import Chunk, Cut, Cuts, Cyclic, Packed, Segment, Word
 from reshard.tensors.kinds import this_rank
 
 __all__ = [
-    "OPS",
-    "Order",
-    "ShardOrder",
-    "acting",
-    "as_placed",
-    "axis_names",
-    "check_placements",
-    "chunks_of",
-    "layout_from",
-    "mesh_of",
-    "nested_layout",
-    "nesting_of",
-    "placements_of",
-    "read_placements",
-    "shard_in_turn",
-    "shard_order",
-]
+    "OPS", "Order", "ShardOrder", "acting", "as_placed", "axis_names", "check_placements",
+    "chunks_of", "layout_from", "mesh_of", "nested_layout", "nesting_of", "placements_of",
+    "read_placements", "shard_in_turn", "shard_order",
+]  # fmt: skip
 
 _REFUSED = RESERVED | {"self"}
 """Names that an axis cannot have; ``self`` because ``Mesh`` takes axes as keywords."""

@@ -48,18 +48,9 @@ from reshard.tensors.kinds import this_rank
 from reshard.tensors.tensor_move import NO_OPTIONS, USUAL_MEMORY, TensorMove, move_between
 
 __all__ = [
-    "Redistribution",
-    "Settings",
-    "differentiable_local",
-    "expressible",
-    "is_special",
-    "layout_from",
-    "redistribute",
-    "redistribution",
-    "remember",
-    "repeat",
-    "wrap_moved",
-]
+    "Redistribution", "Settings", "differentiable_local", "expressible", "is_special",
+    "layout_from", "redistribute", "redistribution", "remember", "repeat", "wrap_moved",
+]  # fmt: skip
 
 OnMesh = tuple[DeviceMesh, Sequence[Placement]]
 
