@@ -64,14 +64,12 @@ class GlooHellos:
     def __init__(self, watch: Watch, group: GlooGroup) -> None:
         self.watch, self.group = watch, group
         self.worker = group.worker()
-        self._tag = watch.call % (1 << 20)
+        self.tag = watch.call % (1 << 20)
         self._kept: list[torch.Tensor] = []
 
-    def begin(self, peer: int, tensors: Iterable[torch.Tensor], sending: bool) -> list[Pending]:
-        """Begin to send tensors to a peer, or to receive into them."""
-        begin = self.group.send if sending else self.group.receive
-        index = self.watch.connections.ranks.index(peer)
-        return [begin(index, tensor, self._tag) for tensor in tensors]
+    def index(self, peer: int) -> int:
+        """The number of a rank in the group."""
+        return self.watch.connections.ranks.index(peer)
 
     def send(self, peers: Iterable[int], hello: Hello) -> None:
         """Send a Hello to peers and receive theirs; a peer has called when both are complete.
@@ -84,7 +82,9 @@ class GlooHellos:
             own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             theirs = torch.empty(len(data), dtype=torch.uint8)
             self._kept += [own, theirs]
-            works = self.begin(peer, [own], True) + self.begin(peer, [theirs], False)
+            index = self.index(peer)
+            send = self.group.send(index, own, self.tag)
+            works = [send, self.group.receive(index, theirs, self.tag)]
             self.when_done(works, partial(self._received, peer, theirs), [peer])
 
     def _received(self, peer: int, data: torch.Tensor, error: str | None) -> None:
@@ -180,7 +180,8 @@ class GlooTransport(Transport):
                 tensors.insert(0, buffer[:size])
             self._unsent.add(peer)
             self._kept += tensors
-            works += self._hellos.begin(peer, tensors, True)
+            index, tag = self._hellos.index(peer), self._hellos.tag
+            works += [self._group.send(index, tensor, tag) for tensor in tensors]
             staged += size
         if works:
             peers = sorted(self._unsent)
@@ -199,8 +200,9 @@ class GlooTransport(Transport):
         size = message.message.staged_bytes
         buffer = self._group.take_buffer(size) if size else torch.empty(0, dtype=torch.uint8)
         tensors = ([buffer[:size]] if size else []) + self._pieces(message.message, False)
+        index, tag = self._hellos.index(peer), self._hellos.tag
         self._arrivals[peer, number] = buffer
-        works = self._hellos.begin(peer, tensors, False)
+        works = [self._group.receive(index, tensor, tag) for tensor in tensors]
 
         def then(error: str | None) -> None:
             tensors.clear()  # they keep the memory alive
