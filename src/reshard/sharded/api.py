@@ -18,7 +18,7 @@ from reshard.dtypes import canonical_dtype
 from reshard.errors import ArgumentError, ArgumentTypeError
 from reshard.layout.spec import TensorSpec
 from reshard.planning.plans import ONE, Plan, plan
-from reshard.sharded.autograd import from_local
+from reshard.sharded.autograd import from_parts
 from reshard.sharded.content import Content, ContentTensor
 from reshard.sharded.create import content_for
 from reshard.sharded.groups import Group, members
@@ -263,7 +263,7 @@ def reshard_local_shard(
     """This rank's shards under another spec, and all metadata; gradients flow back."""
     properties = TensorProperties(local_tensor.dtype)
     content = content_for(sharding_spec, st_size, properties, pg)
-    moved = cast(ShardedTensor, from_local(local_tensor, content)).resharded(resharding_spec)
+    moved = cast(ShardedTensor, from_parts(content, local_tensor)).resharded(resharding_spec)
     target = content_for(resharding_spec, st_size, properties, pg)
     shards = moved.local_shards()
     if len(moved._content.parts) == 1:

@@ -21,7 +21,7 @@ from reshard.sharded.move import move_like, replicated_content, whole
 from reshard.tensors.kinds import this_rank
 
 __all__ = [
-    "Context", "OwnedShard", "from_local", "gradient_hook", "lay_out_gradient", "replicated",
+    "Context", "OwnedShard", "from_parts", "gradient_hook", "lay_out_gradient", "replicated",
     "to_layout", "to_layout_in_place", "to_local", "to_move_input", "to_whole",
 ]  # fmt: skip
 
@@ -71,7 +71,7 @@ class _ToParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, *gradients: torch.Tensor) -> ContentTensor:
         # Clones: autograd may give the same gradient to others, and accumulate into each.
-        return _from_parts(ctx.content, *(one.clone() for one in gradients))
+        return from_parts(ctx.content, *(one.clone() for one in gradients))
 
 
 class _FromParts(torch.autograd.Function):
@@ -120,13 +120,8 @@ replicated: Callable[[torch.Tensor, Group], ContentTensor] = _Replicated.apply
 """The ShardedTensor of a plain tensor that is the same on all ranks of a group."""
 _to_parts: Callable[[ContentTensor], tuple[torch.Tensor, ...]] = _ToParts.apply
 """This rank's parts; one empty tensor if it has none, so that it takes part in backward."""
-_from_parts: Callable[..., ContentTensor] = _FromParts.apply
-"""The ShardedTensor of a content with these parts."""
-
-
-def from_local(local: torch.Tensor, content: Content) -> ContentTensor:
-    """The ShardedTensor of which this rank has one part, with gradients back to that part."""
-    return _from_parts(content, local)
+from_parts: Callable[..., ContentTensor] = _FromParts.apply
+"""The ShardedTensor of a content with these parts of this rank; gradients flow back to them."""
 
 
 def to_local(tensor: ContentTensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from reshard.errors import ArgumentTypeError, OperationError
 from reshard.layout.layout import BoxLayout
-from reshard.sharded.autograd import from_local, gradient_hook, replicated, to_local, to_whole
+from reshard.sharded.autograd import from_parts, gradient_hook, replicated, to_local, to_whole
 from reshard.sharded.content import Content, ContentTensor
 from reshard.sharded.groups import members
 from reshard.sharded.move import all_agree
@@ -56,7 +56,7 @@ def _attend(
     if is_for_all and len(tensors) == 3 and _have_whole_heads([one._content for one in tensors]):
         local = func(*map(to_local, tensors), attn_mask, *args, **kwargs)
         first = tensors[0]._content
-        return from_local(local, first.sized((*first.shape[:-1], local.shape[-1])))
+        return from_parts(first.sized((*first.shape[:-1], local.shape[-1])), local)
     with sdpa_kernel(SDPBackend.MATH), torch._C.DisableTorchFunctionSubclass():
         return func(query, key, value, attn_mask, *args, **kwargs)
 

@@ -270,27 +270,20 @@ def _fetched(content: Content, rows: torch.Tensor | None) -> torch.Tensor:
             values = values.index_select(0, places)
         own.append(values.reshape(-1))
     flat = torch.cat(own) if own else table.new_empty(0)
-    for rank, values in _exchange(content, flat, regions, table).items():
-        begin = 0
+    ranks = members(content.group)
+    padded = flat.new_zeros(
+        max(sum(table[one].numel() for one in regions.get(rank, [])) for rank in ranks)
+    )
+    padded[: len(flat)] = flat
+    # As bytes: backends do not know all dtypes.
+    gathered = _gathered(padded.view(torch.uint8), content)
+    for rank, sent in zip(ranks, gathered, strict=True):
+        values, begin = sent.view(flat.dtype), 0
         for region in regions.get(rank, []):
             part = table[region]
             part.copy_(values[begin : begin + part.numel()].view(part.shape))
             begin += part.numel()
     return table
-
-
-def _exchange(
-    content: Content, flat: torch.Tensor, regions: Regions, table: torch.Tensor
-) -> dict[int, torch.Tensor]:
-    """The values of every rank, by rank; sent as bytes, since backends do not know all dtypes."""
-    ranks = members(content.group)
-    if not dist.is_initialized() or len(ranks) == 1:
-        return {ranks[0]: flat}
-    sizes = [sum(table[one].numel() for one in regions.get(rank, [])) for rank in ranks]
-    padded = flat.new_zeros(max(sizes))
-    padded[: len(flat)] = flat
-    gathered = _gathered(padded.view(torch.uint8), content)
-    return {rank: one.view(flat.dtype) for rank, one in zip(ranks, gathered, strict=True)}
 
 
 Regions = dict[int, list[tuple[slice, ...]]]
