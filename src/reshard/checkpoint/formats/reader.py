@@ -181,7 +181,7 @@ def read_catalog(storage: Storage, rules: Rules | None = None, mesh: Mesh | None
     one is sound but cannot be read.
 
     Rules and a mesh are for files of ranks that do not describe their layout. Whether the tensors
-    are complete is checked separately: see ``checkpoint.coverage``.
+    are complete is checked separately: see ``StoredTensor.missing``.
     """
     catalog, findings = survey_catalog(storage, rules, mesh)
     findings.check(storage.root)
