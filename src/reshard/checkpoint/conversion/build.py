@@ -181,11 +181,6 @@ class Builder:
             self.source.checker = Checker(self._checked_sums(), storage.root)
         self.target = OutputFiles(self.place.data, self.plan.output.files)
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What distinguishes this conversion from another one to the same destination."""
-        return self.plan.identity(self.request.checksums)
-
     def prepare(self) -> None:
         """Create all files at their full size, and write everything but the tensors."""
         try:
@@ -268,7 +263,7 @@ class Builder:
                     values[which] = (values[which] + value) % digest.MODULUS
             self._write_sidecar(values)
         else:
-            self.place.note_result(self.identity)
+            self.place.note_result(self.plan.identity(checksums=False))
         self._sync_files()
         self.target.sync_folders()
         self.target.close()
@@ -284,7 +279,8 @@ class Builder:
                 raise self.source.digest_damage(transfer, found, expected)
             digests[transfer.name] = found
         sizes = {file.path: file.size for file in self.plan.output.files}
-        sums = Checksums(self.recorder.finish(sizes), digests, self.identity)
+        identity = self.plan.identity(checksums=True)
+        sums = Checksums(self.recorder.finish(sizes), digests, identity)
         replace_file(self.place.data / SIDECAR, sums.to_bytes())
 
     def _checked_sums(self) -> Checksums | None:

@@ -77,8 +77,7 @@ class ConvertReport(Report):
     """Whether an earlier run of the same request had written all of it."""
     left_out: tuple[str, ...] = ()
     """Entries and values that the format cannot hold, parts of tensors that no name takes, and
-    files of other tensors in the source folder.
-    """
+    files of other tensors in the source folder."""
     left_alone: tuple[str, ...] = ()
     """Files and folders at the destination that were not part of the replaced checkpoint."""
     notes: tuple[str, ...] = ()
@@ -270,7 +269,8 @@ def _publish(builder: Builder) -> tuple[str, ...]:
     if remote is None:
         return place.publish(builder.request.overwrite, paths)
     sidecar = [SIDECAR] if (place.data / SIDECAR).exists() else []
-    remote.upload(place.data, [*paths, *sidecar], builder.identity)
+    identity = builder.plan.identity(builder.request.checksums)
+    remote.upload(place.data, [*paths, *sidecar], identity)
     place.finish()
     return ()
 
@@ -293,8 +293,7 @@ def _is_complete(request: Request, plan: ConversionPlan, place: Workplace) -> bo
 
 def worker_bytes(window: int, casts: bool) -> int:
     """The memory of one worker: its buffers, a server's reply, and what hashes, casts and writes
-    need.
-    """
+    need."""
     own = window // 2 + min(window, 2 << 20) + min(window, MAX_COPY)
     return Buffers.size_of(window, casts) + window + own
 

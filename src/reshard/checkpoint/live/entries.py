@@ -313,8 +313,7 @@ class Match:
     """Names whose memory is filled under another name."""
     copies: Mapping[str, Sequence[str]]
     """The tied names that the checkpoint has too, by the name that is loaded: they share memory in
-    the job, and must be equal in the checkpoint.
-    """
+    the job, and must be equal in the checkpoint."""
 
 
 def match_tensors(
