@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from unittest import mock
 
 import pytest
@@ -14,6 +15,8 @@ from reshard.live.failure import cleanup
 from reshard.live.program.messages import Policy
 from reshard.live.session.store import Worker
 from reshard.live.transport import gloo
+from reshard.live.transport.gloo import NO_LIMIT
+from reshard.live.transport.gloo_group import GlooGroup
 from tests.ranks.live import local_of, numbered
 from tests.ranks.pool import Pool, fresh_ranks
 from tests.ranks.rank import local_group, pool_group
@@ -109,3 +112,25 @@ def leave_while_waiting(rank: int) -> list[Worker]:
 def test_no_thread_waits_when_a_process_ends() -> None:
     with fresh_ranks(2) as ranks:
         assert ranks.run(leave_while_waiting) == [[], []]
+
+
+def test_a_worker_that_still_sends_is_ended_with_its_group() -> None:
+    """A rank that has its part is done, also if a peer has not received a message of it."""
+    store = dist.HashStore()
+    groups: dict[int, GlooGroup] = {}
+
+    def connect(index: int) -> None:
+        groups[index] = GlooGroup(store, index, 2, 30.0)
+
+    threads = [threading.Thread(target=connect, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    worker = groups[0].worker()
+    sent = groups[0].send(1, torch.zeros(8, dtype=torch.uint8), 5)
+    worker.submit(lambda: sent(NO_LIMIT))
+    groups[0].give_back(worker)
+    groups[0].close()
+    assert not worker.is_alive
+    groups[1].close()

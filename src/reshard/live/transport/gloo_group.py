@@ -264,10 +264,12 @@ class GlooGroup:
             self._closed = True
             idle, self._idle = set(self._idle), []
             workers, self._workers = self._workers, set()
-        if any(worker.is_alive for worker in workers - idle):
-            self.cut(Cause("error", "the connections of this process group were closed"))
-        for worker in workers:
-            worker.end(END_SECONDS)
+        # A worker that was given back may still send, to a peer that does not receive.
+        for waiting in (workers - idle, workers):
+            if any(worker.is_alive for worker in waiting):
+                self.cut(Cause("error", "the connections of this process group were closed"))
+            for worker in workers:
+                worker.end(END_SECONDS)
 
 
 def _begin(begin: Callable[[], Work]) -> Pending:
