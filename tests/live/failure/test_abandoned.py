@@ -8,12 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from reshard.live.call import Call
+from reshard.live.failure import cleanup
 from reshard.live.session.session import sessions
 from reshard.live.session.shared_memory import BufferPool
 from reshard.live.session.store import GroupStore, StoreGoneError
@@ -151,3 +153,35 @@ def test_two_threads_may_give_buffers_back() -> None:
     pool.end_call(used, 0, [1], ok=True)
     assert sorted(map(id, pool._free)) == sorted(map(id, given))
     assert used == []
+
+
+SOON = 2.5
+
+
+def leave_by_two_exceptions(rank: int) -> tuple[Tried, Tried, float]:
+    """On rank 1 a second exception comes before the cleanup thread is told of the first."""
+    plan = plan_of((8, 8))
+    given = source_of(plan, rank)
+    plan.run(given)
+    began = time.monotonic()
+    if rank == 1:
+        with mock.patch.object(cleanup, "abandon", side_effect=KeyboardInterrupt):
+            left = tried(lambda: plan.run(given, nonsense=1))  # type: ignore[call-arg]
+        time.sleep(SOON)  # no further call, for longer than the others may take
+        seconds = 0.0
+    else:
+        left = tried(lambda: plan.run(given, timeout=20))
+        seconds = time.monotonic() - began
+        time.sleep(max(0.0, SOON - seconds))
+    return left, tried(lambda: plan.run(given, timeout=20)), seconds
+
+
+def test_a_call_that_two_exceptions_leave_is_heard_of() -> None:
+    """Although the rank makes no further call: the others do not wait for their timeout."""
+    with fresh_ranks(4) as ranks:
+        found = ranks.run(leave_by_two_exceptions, timeout=60)
+    for rank, (left, then, seconds) in enumerate(found):
+        assert left.kind == ("KeyboardInterrupt" if rank == 1 else "LiveError"), left
+        assert rank == 1 or "rank 1 was interrupted twice" in left.cause, left
+        assert seconds < SOON, (rank, seconds)
+        assert then.kind == "moved", then

@@ -3,7 +3,8 @@
 A signal handler may raise between any two bytecodes of the main thread, error handling included. So
 every public function that moves tensors runs inside `with_ticket`. A thread of reshard's own, which
 no signal handler interrupts, ends the calls that an exception has interrupted: it takes the call's
-number if the call had none yet, and aborts the call on the other ranks.
+number if the call had none yet, and aborts the call on the other ranks. A second exception may come
+before the thread is told of the first, so it also looks for calls that their threads have left.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import atexit
 import contextlib
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import FrameType
 from typing import Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch.distributed as dist
@@ -36,6 +39,9 @@ __all__ = ["abandon", "fail_and_close", "with_ticket"]
 
 CLEANUP_SECONDS = 5.0
 """The longest that an interrupted call waits for the cleanup thread."""
+LOOK_EVERY = 0.3
+"""Seconds between two checks whether a second exception took a thread out of its call."""
+
 END_SECONDS = 1.0
 """How long the end of a process waits for calls that are being ended."""
 
@@ -170,10 +176,46 @@ def _intended_session(ticket: Ticket) -> Session | None:
 
 
 def _serve() -> None:
-    while (abandoned := _abandoned.get()) is not None:
+    while True:
         with contextlib.suppress(Exception):
+            try:
+                abandoned = _abandoned.get(timeout=LOOK_EVERY)
+            except queue.Empty:
+                if open_tickets:
+                    _abandon_left()
+                continue
+            if abandoned is None:
+                return
             _begin_cleanup(*abandoned)
-        del abandoned  # an idle thread must keep nothing alive
+        abandoned = None  # an idle thread must keep nothing alive
+
+
+def _abandon_left() -> None:
+    """Abandon calls whose thread is not inside `with_ticket` any more.
+
+    Otherwise the other ranks would wait until that thread makes its next call, or for ever.
+    """
+    tickets = tuple(open_tickets)
+    inside = _threads_in_calls()  # after the tickets: a call that has ended since then is over
+    for ticket in tickets:
+        is_left = ticket.owner is not None and ticket.owner not in inside
+        if is_left and not (ticket.over or ticket.left):
+            ticket.left = True
+            error = LiveError(f"rank {dist.get_rank()} was interrupted twice")
+            _abandoned.put((ticket, error))
+
+
+def _threads_in_calls() -> set[int]:
+    """The threads that are inside `with_ticket`."""
+    inside, frames = set(), sys._current_frames()
+    for thread, top in frames.items():
+        frame: FrameType | None = top
+        while frame is not None and frame.f_code is not with_ticket.__code__:
+            frame = frame.f_back
+        if frame is not None:
+            inside.add(thread)
+    frames.clear()  # it has the frame of this function, and so would outlive it
+    return inside
 
 
 @atexit.register

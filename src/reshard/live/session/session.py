@@ -51,6 +51,8 @@ class Ticket:
     over = False
     abandoned = False
     """Whether an exception has interrupted the call, and it is being ended."""
+    left = False
+    """Whether its thread was found outside the call, which is being ended."""
     enqueues = True
     """Whether the call may still enqueue GPU work, as far as is known."""
 
