@@ -276,7 +276,9 @@ def test_the_process_with_the_groups_store_is_stopped_while_ranks_connect(step: 
         outcomes = [outcome.value for outcome in job.outcomes(40)]
     for first, second, third in outcomes:
         assert first.kind == "MoveTimeoutError", first
-        assert "usually rank 0 of the job, has not answered for 1 s" in first.cause, first
+        # Half as long if this rank had waited for other ranks before.
+        silent = r"usually rank 0 of the job, has not answered for (1|0\.5) s"
+        assert re.search(silent, first.cause), first
         assert second.kind == "MoveTimeoutError", second
         assert third.kind == "moved", third
     for first, second, _ in outcomes[1:]:

@@ -42,6 +42,7 @@ from reshard.live.session.store import (
     StoreClient,
     StoreGoneError,
     TCPStore,
+    UndecidedError,
     poll_until,
 )
 from reshard.live.session.wait_graph import Member, WaitGraph
@@ -324,7 +325,11 @@ class Rendezvous:
         """Name the rank that holds up all others: of those that have come least far with
         connecting, one that this rank waits for, if it waits for one of them."""
         keys = {rank: self._key(f"step/{rank}") for rank in self.ranks if rank != self.rank}
-        posted = self.store.values(keys)
+        limit = min(REQUEST_SECONDS, self.timeout / 2)  # this rank has waited its whole timeout
+        try:
+            posted = self.store.values(keys, limit)
+        except PeerLostError:
+            raise UndecidedError(self.rank, limit, self.what) from None
         steps = {rank: int(posted.get(rank, 0)) for rank in keys}
         last = [rank for rank, step in steps.items() if step == min(steps.values())]
         last = [rank for rank in last if rank in awaited] or last
