@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from reshard.checkpoint.catalog import Catalog, StoredTensor
-from reshard.checkpoint.storage import Storage
+from reshard.checkpoint.storage.local import Storage
 from reshard.dtypes import itemsize
 
 State = dict[str, Any]

@@ -6,12 +6,12 @@
 
     catalog, piece_table  what a checkpoint holds: tensors, and where their boxes are in files
     output         the plan of an output: its files, and the place of every box
-    storage, remote, output_files  files: read by byte ranges, behind an address, written durably
+    storage/       files: read by byte ranges, local or remote, and written durably
     integrity/     checksums, digests and CRCs
     formats/       readers and writers, by format
     transfer/      copy boxes between files under a cap of memory
     conversion/    request, source, plan, build
-    workplace, replacing, journal  a destination appears when it is complete; overwriting; resuming
+    publish/       a destination appears when it is complete; overwriting; resuming
     inspection     what a checkpoint holds, from its headers
     soundness      is it sound, are two the same
     differences    where and by how much two differ

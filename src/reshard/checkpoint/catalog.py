@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-from reshard.checkpoint.storage import StoredFile
+from reshard.checkpoint.storage.local import StoredFile
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, CoverageError
 from reshard.layout.box import Box, row_major

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, survey_catalog
 from reshard.checkpoint.integrity.checksums import SIDECAR, load_checksums
-from reshard.checkpoint.storage import StoredFile
+from reshard.checkpoint.storage.local import StoredFile
 from reshard.layout.box import Box
 from reshard.layout.coverage import grid_edges
 from reshard.show.name_patterns import named

@@ -14,7 +14,7 @@ import numpy as np
 
 from reshard.checkpoint.catalog import StoredObject
 from reshard.checkpoint.piece_table import Pieces
-from reshard.checkpoint.storage import TENSOR_FILES, StoredFile
+from reshard.checkpoint.storage.local import TENSOR_FILES, StoredFile
 from reshard.dtypes import itemsize
 from reshard.errors import CoverageError, LayoutError
 from reshard.layout.boxlist import listed_of

@@ -31,7 +31,7 @@ from reshard.checkpoint.integrity.checksums import (
     load_checksums,
 )
 from reshard.checkpoint.integrity.crcs import Crcs, changed, tensors_of
-from reshard.checkpoint.storage import Storage
+from reshard.checkpoint.storage.local import Storage
 from reshard.checkpoint.transfer.examination import Problem, StoredReader, digests_of
 from reshard.checkpoint.transfer.packing import tiles
 from reshard.checkpoint.transfer.windows import (

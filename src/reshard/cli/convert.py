@@ -13,7 +13,7 @@ from reshard.cli.output import byte_meter, fitted, print_json
 from reshard.errors import UnfinishedError
 
 if TYPE_CHECKING:
-    from reshard.checkpoint.journal import Team
+    from reshard.checkpoint.publish.journal import Team
 
 __all__ = ["convert"]
 
@@ -85,7 +85,7 @@ def convert(src: str, dst: str, ranks: bool, timeout: float, as_json: bool, **wo
 
     DST appears when it is complete. --resume continues an interrupted conversion.
     """
-    from reshard.checkpoint.journal import Team, team_of
+    from reshard.checkpoint.publish.journal import Team, team_of
 
     team = team_of(timeout=timeout) if ranks else Team()
     try:

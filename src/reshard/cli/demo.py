@@ -322,7 +322,7 @@ def _write_model(folder: Path) -> None:
     """Write a model of random values as Hugging Face stores it: one file and a config."""
     import numpy as np
 
-    from reshard.checkpoint.formats.safetensors_header import build_header
+    from reshard.checkpoint.formats.safetensors.header import build_header
     from reshard.rules.models import preset, tensors
 
     config: Mapping[str, Any] = {

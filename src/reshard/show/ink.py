@@ -66,7 +66,7 @@ def hues(holders: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], str]:
     """A light background for each set of ranks; neighbours look different.
 
     >>> hues([(0,), (1,)])
-    {(0,): '#94bfeb', (1,): '#ebc094'}
+    {(0,): '#94bfeb', (1,): '#ebbf94'}
     """
     degrees = [(210 + at * 360 // len(holders)) % 360 for at in range(len(holders))]
     tones = [_hex(*colorsys.hls_to_rgb(one / 360, 0.75, 0.68)) for one in degrees]

@@ -20,11 +20,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from reshard import checkpoint
-from reshard.checkpoint import output_files, workplace
 from reshard.checkpoint.integrity.checksums import SIDECAR
-from reshard.checkpoint.journal import Journal, read_journals
+from reshard.checkpoint.publish import workplace
+from reshard.checkpoint.publish.journal import Journal, read_journals
+from reshard.checkpoint.publish.workplace import Workplace
+from reshard.checkpoint.storage import output_files
 from reshard.checkpoint.transfer import copying
-from reshard.checkpoint.workplace import Workplace
 from reshard.cli import run
 from reshard.errors import DamageError, TargetError, UnfinishedError
 from reshard.layout.box import Box
@@ -367,7 +368,7 @@ def test_journals_after_another_boot_count_what_was_synced(
         journal.synced(count)
         journal.append({"chunk": 3})
     assert [record["chunk"] for record in read_journals(tmp_path)] == [1, 2, 3]
-    monkeypatch.setattr("reshard.checkpoint.journal.boot_id", lambda: "another")
+    monkeypatch.setattr("reshard.checkpoint.publish.journal.boot_id", lambda: "another")
     assert [record["chunk"] for record in read_journals(tmp_path)] == [1]
     with Journal(tmp_path, 0) as journal:
         journal.append({"chunk": 4})

@@ -13,8 +13,8 @@ from random import Random
 import pytest
 
 from reshard import checkpoint
-from reshard.checkpoint.journal import Team, team_of
-from reshard.checkpoint.workplace import Workplace
+from reshard.checkpoint.publish.journal import Team, team_of
+from reshard.checkpoint.publish.workplace import Workplace
 from reshard.errors import CheckpointError, ReshardError, UnfinishedError
 from tests.checkpoint.converting import Tensors, assert_equal, small_windows, write_source
 from tests.checkpoint.making import random_array

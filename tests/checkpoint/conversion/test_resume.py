@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from reshard.checkpoint import convert, inspect, journal, save, verify, workplace
 from reshard.checkpoint.conversion import build
 from reshard.checkpoint.integrity.checksums import SIDECAR
-from reshard.checkpoint.journal import Journal, read_journals
+from reshard.checkpoint.publish.journal import Journal, read_journals
 from reshard.errors import CheckpointError, DamageError, TargetError, UnfinishedError
 
 LITTLE = {"memory": "1MiB", "workers": 1}
@@ -332,7 +332,7 @@ def test_a_commit_is_compared_with_what_is_there(tmp_path: Path) -> None:
 def test_a_source_without_versions_is_not_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from reshard.checkpoint import remote
+    from reshard.checkpoint.storage import remote
 
     source = write(tmp_path / "source", w=np.ones((512, 512), np.float32))
     fsspec.filesystem("memory").put(str(source / "model.safetensors"), "/mute/model.safetensors")

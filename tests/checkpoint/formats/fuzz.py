@@ -31,14 +31,14 @@ import fsspec
 
 from reshard import Mesh, Rules
 from reshard.checkpoint.formats.reader import open_storage, survey_catalog
-from reshard.checkpoint.formats.safetensors_header import (
+from reshard.checkpoint.formats.safetensors.header import (
     KEY,
     SHARDING,
     OwnMetadata,
     OwnTensor,
     build_header,
 )
-from reshard.checkpoint.formats.torch_tensors import object_texts
+from reshard.checkpoint.formats.torch.tensors import object_texts
 from reshard.checkpoint.inspection import inspect
 from reshard.errors import DamageError, ReshardError
 

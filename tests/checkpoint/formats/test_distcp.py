@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 
 from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.formats.reader import open_storage, read_catalog
-from reshard.checkpoint.formats.torch_unpickler import allow_none, unpickle
+from reshard.checkpoint.formats.torch.unpickler import allow_none, unpickle
 from reshard.checkpoint.inspection import inspect
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from tests.checkpoint.storage.test_reading_files import serving

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from reshard import checkpoint
-from reshard.checkpoint.formats.torch_tensors import EXPANDED, SMALL
-from reshard.checkpoint.formats.torch_unpickler import allow_none, unpickle
+from reshard.checkpoint.formats.torch.tensors import EXPANDED, SMALL
+from reshard.checkpoint.formats.torch.unpickler import allow_none, unpickle
 from reshard.errors import (
     CoverageError,
     ReshardError,

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from reshard import checkpoint
 from reshard.checkpoint.formats.distcp_writer import pickled
-from reshard.checkpoint.formats.torch_unpickler import allow_none, unpickle
+from reshard.checkpoint.formats.torch.unpickler import allow_none, unpickle
 
 
 def trained() -> dict[str, Any]:

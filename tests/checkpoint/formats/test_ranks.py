@@ -23,7 +23,7 @@ from reshard import Layout, Mesh, Rules
 from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.formats.checks import rank_of
 from reshard.checkpoint.formats.reader import open_storage, read_catalog
-from reshard.checkpoint.formats.safetensors_header import KEY, OwnMetadata, OwnTensor
+from reshard.checkpoint.formats.safetensors.header import KEY, OwnMetadata, OwnTensor
 from reshard.checkpoint.inspection import inspect
 from reshard.errors import CheckpointError, DamageError, RulesError, UnsupportedError
 from tests import strategies

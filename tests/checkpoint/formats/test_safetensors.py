@@ -19,7 +19,7 @@ from safetensors.torch import save, save_file
 from reshard.checkpoint import convert
 from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.formats.reader import open_storage, read_catalog
-from reshard.checkpoint.formats.safetensors_header import (
+from reshard.checkpoint.formats.safetensors.header import (
     DTYPES,
     KEY,
     SHARDING,

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.checkpoint.formats.distcp_writer import TensorArchive, distcp, pickled
-from reshard.checkpoint.formats.safetensors_writer import full, ranks, sharded
-from reshard.checkpoint.formats.torch_archive import BIG
+from reshard.checkpoint.formats.safetensors.writer import full, ranks, sharded
+from reshard.checkpoint.formats.torch.archive import BIG
 from reshard.checkpoint.output import Wanted
 from reshard.errors import CheckpointError, CoverageError, LayoutError, TargetError
 from reshard.layout.layout import Layout

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from reshard import checkpoint
-from reshard.checkpoint.formats.safetensors_header import (
+from reshard.checkpoint.formats.safetensors.header import (
     KEY,
     SHARDING,
     OwnMetadata,

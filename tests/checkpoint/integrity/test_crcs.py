@@ -18,7 +18,7 @@ from reshard import checkpoint
 from reshard.checkpoint.catalog import Crc
 from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, read_catalog
 from reshard.checkpoint.integrity.crcs import Crcs, combine
-from reshard.checkpoint.journal import Team
+from reshard.checkpoint.publish.journal import Team
 from reshard.errors import CheckpointError, DamageError
 from tests.checkpoint.converting import small_windows
 

@@ -18,7 +18,7 @@ import reshard as rs
 from reshard import checkpoint
 from reshard.checkpoint.live import loading, shared_reads
 from reshard.checkpoint.live.read_shares import MappedFiles, is_partition
-from reshard.checkpoint.storage import LocalStorage
+from reshard.checkpoint.storage.local import LocalStorage
 from reshard.errors import DamageError
 from reshard.layout.boxlist import listed_of
 from reshard.planning.plans import Plan

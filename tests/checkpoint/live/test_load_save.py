@@ -36,9 +36,9 @@ from reshard.checkpoint.integrity.checksums import SIDECAR
 from reshard.checkpoint.live import write_shares
 from reshard.checkpoint.live.entries import entries_of
 from reshard.checkpoint.live.read_shares import Limits, MappedFiles, ReadRequest, batches_of
-from reshard.checkpoint.output_files import OutputFiles
 from reshard.checkpoint.piece_table import PieceTable
-from reshard.checkpoint.storage import LocalStorage
+from reshard.checkpoint.storage.local import LocalStorage
+from reshard.checkpoint.storage.output_files import OutputFiles
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.errors import (
     CheckpointError,

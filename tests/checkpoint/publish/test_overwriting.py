@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from reshard.checkpoint import convert, replacing, save, verify, workplace
 from reshard.checkpoint.integrity.checksums import SIDECAR
-from reshard.checkpoint.workplace import Workplace
+from reshard.checkpoint.publish.workplace import Workplace
 from reshard.errors import TargetError, UnfinishedError
 from tests.soak import cases
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.checkpoint import output_files
-from reshard.checkpoint.output_files import BLOCK, OutputFiles, aligned, whole_blocks
-from reshard.checkpoint.storage import StoredFile
+from reshard.checkpoint.storage import output_files
+from reshard.checkpoint.storage.local import StoredFile
+from reshard.checkpoint.storage.output_files import BLOCK, OutputFiles, aligned, whole_blocks
 from reshard.errors import UnfinishedError
 from tests.soak import cases
 

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.checkpoint import storage
 from reshard.checkpoint.formats.reader import open_storage
-from reshard.checkpoint.remote import RemoteStorage
-from reshard.checkpoint.storage import LocalStorage, StoredFile, check_path
+from reshard.checkpoint.storage import local as storage
+from reshard.checkpoint.storage.local import LocalStorage, StoredFile, check_path
+from reshard.checkpoint.storage.remote import RemoteStorage
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 
 DATA = bytes(range(256)) * 5

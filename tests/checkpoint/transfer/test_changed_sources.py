@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from reshard.checkpoint import convert
-from reshard.checkpoint import storage as module
 from reshard.checkpoint.formats.reader import open_storage
+from reshard.checkpoint.storage import local as module
 from reshard.checkpoint.transfer import copying
 from reshard.errors import DamageError, TargetError
 

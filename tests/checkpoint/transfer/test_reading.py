@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from reshard.checkpoint.catalog import Catalog, StoredPiece, StoredTensor
 from reshard.checkpoint.formats.reader import open_storage
 from reshard.checkpoint.integrity.checksums import Checker, Checksums, Recorder
-from reshard.checkpoint.storage import StoredFile
+from reshard.checkpoint.storage.local import StoredFile
 from reshard.checkpoint.transfer.examination import StoredReader, digests_of
 from reshard.checkpoint.transfer.windows import Budget, Buffers, Source, bits_differ, in_order
 from reshard.dtypes import ITEMSIZE, itemsize

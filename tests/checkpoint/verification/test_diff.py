@@ -194,7 +194,7 @@ def status(field):
     return int(next(line for line in open("/proc/self/status") if field in line).split()[1])
 import numpy, xxhash
 from reshard.checkpoint.differences import diff
-import reshard.checkpoint.formats.safetensors_reader
+import reshard.checkpoint.formats.safetensors.reader
 before = status("VmRSS")
 report = diff(*sys.argv[1:], memory="32MiB")
 assert report.changed[0].count == 64 << 20, str(report)

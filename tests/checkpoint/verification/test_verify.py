@@ -394,7 +394,7 @@ def status(field):
     return int(next(line for line in open("/proc/self/status") if field in line).split()[1])
 import numpy, xxhash
 from reshard.checkpoint.soundness import verify
-import reshard.checkpoint.formats.safetensors_reader
+import reshard.checkpoint.formats.safetensors.reader
 before = status("VmRSS")
 report = verify(*sys.argv[2:], memory=sys.argv[1])
 assert report.ok, str(report)

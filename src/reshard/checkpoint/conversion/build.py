@@ -25,9 +25,10 @@ from reshard.checkpoint.integrity.checksums import (
     damage,
     sum_of,
 )
-from reshard.checkpoint.journal import Journal, read_journals
-from reshard.checkpoint.output_files import OutputFiles, replace_file
-from reshard.checkpoint.storage import Storage
+from reshard.checkpoint.publish.journal import Journal, read_journals
+from reshard.checkpoint.publish.workplace import Workplace
+from reshard.checkpoint.storage.local import Storage
+from reshard.checkpoint.storage.output_files import OutputFiles, replace_file
 from reshard.checkpoint.transfer.copying import Copier, Done, Sum, sums_of
 from reshard.checkpoint.transfer.transfers import CopyChunk, chunks_of
 from reshard.checkpoint.transfer.windows import (
@@ -37,7 +38,6 @@ from reshard.checkpoint.transfer.windows import (
     collector_paused,
     in_order,
 )
-from reshard.checkpoint.workplace import Workplace
 from reshard.errors import DamageError, TargetError, UnfinishedError
 from reshard.text import quoted
 

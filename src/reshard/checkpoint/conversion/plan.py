@@ -21,10 +21,10 @@ from reshard.checkpoint.conversion.names import feeds_for, left_over, outlines_o
 from reshard.checkpoint.conversion.request import LayoutRequest, Request, notes_of, wanted_of
 from reshard.checkpoint.formats.checks import is_distcp
 from reshard.checkpoint.formats.reader import config_of
-from reshard.checkpoint.formats.safetensors_writer import full, ranks, sharded
+from reshard.checkpoint.formats.safetensors.writer import full, ranks, sharded
 from reshard.checkpoint.integrity.checksums import SIDECAR
 from reshard.checkpoint.output import Output, Wanted
-from reshard.checkpoint.storage import (
+from reshard.checkpoint.storage.local import (
     COMMITTED,
     TENSOR_FILES,
     Storage,
@@ -177,7 +177,7 @@ def _output(
         return _distcp(wanted, catalog)
     texts: Mapping[str, str] = {}
     if catalog.objects:
-        from reshard.checkpoint.formats.torch_tensors import object_texts
+        from reshard.checkpoint.formats.torch.tensors import object_texts
 
         texts = object_texts(storage, catalog)
     metadata = {**catalog.metadata, **texts}

@@ -30,12 +30,12 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.checkpoint.conversion.names import Outline
 from reshard.checkpoint.formats.reader import as_mesh, as_rules
-from reshard.checkpoint.journal import ALONE, Team
 from reshard.checkpoint.output import Wanted
-from reshard.checkpoint.remote import RemoteTarget
-from reshard.checkpoint.storage import Storage, plain_path
+from reshard.checkpoint.publish.journal import ALONE, Team
+from reshard.checkpoint.publish.workplace import Workplace, check_places
+from reshard.checkpoint.storage.local import Storage, plain_path
+from reshard.checkpoint.storage.remote import RemoteTarget
 from reshard.checkpoint.transfer.windows import Budget
-from reshard.checkpoint.workplace import Workplace, check_places
 from reshard.dtypes import canonical_dtype, check_cast, is_float
 from reshard.errors import CheckpointError, DtypeError, LayoutError, ReshardError, RulesError
 from reshard.layout.layout import Layout

@@ -21,12 +21,12 @@ from reshard.checkpoint.conversion.plan import ConversionPlan, plan_conversion
 from reshard.checkpoint.conversion.request import LayoutRequest, Request
 from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, read_catalog
 from reshard.checkpoint.integrity.checksums import SIDECAR, load_checksums
-from reshard.checkpoint.journal import ALONE, Team
 from reshard.checkpoint.output import count_tensor_files
-from reshard.checkpoint.output_files import MAX_COPY, named
-from reshard.checkpoint.storage import Storage
+from reshard.checkpoint.publish.journal import ALONE, Team
+from reshard.checkpoint.publish.workplace import Workplace, free_bytes
+from reshard.checkpoint.storage.local import Storage
+from reshard.checkpoint.storage.output_files import MAX_COPY, named
 from reshard.checkpoint.transfer.windows import Budget, Buffers, collector_paused
-from reshard.checkpoint.workplace import Workplace, free_bytes
 from reshard.errors import (
     CheckpointError,
     DamageError,

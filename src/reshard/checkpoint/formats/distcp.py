@@ -28,8 +28,8 @@ from reshard.checkpoint.formats.checks import (
     shown,
     whole_numbers,
 )
-from reshard.checkpoint.formats.torch_archive import Archive, read_archives
-from reshard.checkpoint.formats.torch_tensors import (
+from reshard.checkpoint.formats.torch.archive import Archive, read_archives
+from reshard.checkpoint.formats.torch.tensors import (
     View,
     Visits,
     allow_tensors,
@@ -38,8 +38,8 @@ from reshard.checkpoint.formats.torch_tensors import (
     is_tensor,
     view_of,
 )
-from reshard.checkpoint.formats.torch_unpickler import Record, unpickle
-from reshard.checkpoint.storage import Range, Storage, check_path
+from reshard.checkpoint.formats.torch.unpickler import Record, unpickle
+from reshard.checkpoint.storage.local import Range, Storage, check_path
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.layout.box import Box
 from reshard.text import quoted

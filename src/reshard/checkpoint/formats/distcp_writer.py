@@ -28,9 +28,9 @@ from math import prod
 from typing import Any, NamedTuple
 
 from reshard.checkpoint.catalog import StoredObject, StoredPiece
-from reshard.checkpoint.formats.torch_archive import ALIGNMENT, ArchiveWriter
-from reshard.checkpoint.formats.torch_tensors import STORAGE_DTYPES
-from reshard.checkpoint.formats.torch_unpickler import Global
+from reshard.checkpoint.formats.torch.archive import ALIGNMENT, ArchiveWriter
+from reshard.checkpoint.formats.torch.tensors import STORAGE_DTYPES
+from reshard.checkpoint.formats.torch.unpickler import Global
 from reshard.checkpoint.output import (
     Literal,
     ObjectCopy,
@@ -40,7 +40,7 @@ from reshard.checkpoint.output import (
     owned_boxes,
 )
 from reshard.checkpoint.piece_table import Pieces
-from reshard.checkpoint.storage import StoredFile
+from reshard.checkpoint.storage.local import StoredFile
 from reshard.dtypes import itemsize
 from reshard.layout.box import Box, row_major
 

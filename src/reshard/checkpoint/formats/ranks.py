@@ -17,15 +17,15 @@ from operator import mul
 
 from reshard.checkpoint.catalog import Catalog, StoredPiece, StoredTensor
 from reshard.checkpoint.formats.checks import Findings, LocalTensor, Reading, rank_of
-from reshard.checkpoint.formats.safetensors_header import OwnMetadata
-from reshard.checkpoint.formats.safetensors_reader import HeadedFile, common_metadata, read_headers
-from reshard.checkpoint.formats.torch_state_dict import (
+from reshard.checkpoint.formats.safetensors.header import OwnMetadata
+from reshard.checkpoint.formats.safetensors.reader import HeadedFile, common_metadata, read_headers
+from reshard.checkpoint.formats.torch.state_dict import (
     Content,
     catalog_fields,
     check_no_zero_files,
     read_torch_file,
 )
-from reshard.checkpoint.storage import TENSOR_FILES, Storage, StoredFile
+from reshard.checkpoint.storage.local import TENSOR_FILES, Storage, StoredFile
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, DamageError, ReshardError, UnsupportedError
 from reshard.layout.box import Piece, row_major

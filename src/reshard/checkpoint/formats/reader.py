@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.formats.checks import Findings, Reading, is_distcp
-from reshard.checkpoint.remote import RemoteStorage
-from reshard.checkpoint.storage import (
+from reshard.checkpoint.storage.local import (
     COMMITTED,
     TENSOR_FILES,
     LocalStorage,
@@ -32,6 +31,7 @@ from reshard.checkpoint.storage import (
     StoredFile,
     plain_path,
 )
+from reshard.checkpoint.storage.remote import RemoteStorage
 from reshard.errors import CheckpointError, DamageError, MeshError, ReshardError, RulesError
 from reshard.text import and_more, quoted
 
@@ -223,7 +223,7 @@ def _read(kind: str, files: Sequence[StoredFile], reading: Reading) -> Catalog:
     if kind == "torch" and mesh is not None:
         raise CheckpointError(f"{root}: mesh {mesh} is for files of ranks: give --rules too")
     if kind == "torch":
-        from reshard.checkpoint.formats.torch_state_dict import read_torch
+        from reshard.checkpoint.formats.torch.state_dict import read_torch
 
         return read_torch(reading, files)
     catalog = _read_safetensors(reading, files)
@@ -242,8 +242,8 @@ def _read(kind: str, files: Sequence[StoredFile], reading: Reading) -> Catalog:
 
 def _read_safetensors(reading: Reading, named: Sequence[StoredFile]) -> Catalog:
     """The catalog of safetensors files, whose metadata shows which kind they are."""
-    from reshard.checkpoint.formats.safetensors_header import SHARDING
-    from reshard.checkpoint.formats.safetensors_reader import (
+    from reshard.checkpoint.formats.safetensors.header import SHARDING
+    from reshard.checkpoint.formats.safetensors.reader import (
         check_counts,
         read_headed,
         read_sharded,

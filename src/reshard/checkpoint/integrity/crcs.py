@@ -26,9 +26,9 @@ from contextlib import suppress
 from functools import lru_cache
 
 from reshard.checkpoint.catalog import Catalog, Crc
-from reshard.checkpoint.formats.torch_archive import archive_crcs
+from reshard.checkpoint.formats.torch.archive import archive_crcs
 from reshard.checkpoint.integrity.checksums import Bytes, Checksums
-from reshard.checkpoint.storage import Storage
+from reshard.checkpoint.storage.local import Storage
 from reshard.errors import CheckpointError
 from reshard.text import quoted
 

@@ -17,7 +17,7 @@ import torch
 
 from reshard.checkpoint.catalog import Catalog, Crc, StoredPiece, StoredTensor
 from reshard.checkpoint.integrity.crcs import Crcs
-from reshard.checkpoint.storage import StoredFile
+from reshard.checkpoint.storage.local import StoredFile
 from reshard.dtypes import check_cast
 from reshard.errors import (
     CheckpointError,

@@ -21,7 +21,6 @@ from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, r
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import Checksums, load_checksums
 from reshard.checkpoint.integrity.crcs import Crcs, Part, crcs_of
-from reshard.checkpoint.journal import boot_id
 from reshard.checkpoint.live.entries import (
     CatalogSummary,
     Entries,
@@ -48,7 +47,8 @@ from reshard.checkpoint.live.shared_reads import (
     copy_small,
     read_small,
 )
-from reshard.checkpoint.storage import Storage
+from reshard.checkpoint.publish.journal import boot_id
+from reshard.checkpoint.storage.local import Storage
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.checkpoint.transfer.windows import Source
 from reshard.errors import CheckpointError, MemoryCapError, ReshardError

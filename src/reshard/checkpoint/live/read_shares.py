@@ -43,7 +43,7 @@ import torch
 from reshard.checkpoint.catalog import StoredPiece
 from reshard.checkpoint.live.entries import View, part_of
 from reshard.checkpoint.piece_table import PieceTable, slabs
-from reshard.checkpoint.storage import LocalStorage, OpenFile
+from reshard.checkpoint.storage.local import LocalStorage, OpenFile
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.checkpoint.transfer.windows import Source, in_order
 from reshard.dtypes import itemsize

@@ -23,7 +23,7 @@ import torch
 
 from reshard.checkpoint.catalog import StoredObject
 from reshard.checkpoint.formats.distcp_writer import distcp
-from reshard.checkpoint.formats.safetensors_writer import sharded
+from reshard.checkpoint.formats.safetensors.writer import sharded
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import SIDECAR, Checksums, ChunkSum, Recorder
 from reshard.checkpoint.live.entries import Entries, RankBoxes, entries_of
@@ -36,9 +36,9 @@ from reshard.checkpoint.live.write_shares import (
     writers_of,
 )
 from reshard.checkpoint.output import Wanted, count_tensor_files
-from reshard.checkpoint.output_files import OutputFiles, replace_file
+from reshard.checkpoint.publish.workplace import Workplace
+from reshard.checkpoint.storage.output_files import OutputFiles, replace_file
 from reshard.checkpoint.transfer.copying import Done
-from reshard.checkpoint.workplace import Workplace
 from reshard.errors import CheckpointError, DisagreementError, TargetError, UnfinishedError
 from reshard.layout.spec import TensorSpec
 from reshard.sharded.groups import Group

@@ -14,8 +14,8 @@ import torch
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.live.entries import Held, RankBoxes, View, part_of
 from reshard.checkpoint.output import Output, Owned, Wanted, owned_boxes
-from reshard.checkpoint.output_files import OutputFiles
 from reshard.checkpoint.piece_table import slabs
+from reshard.checkpoint.storage.output_files import OutputFiles
 from reshard.checkpoint.transfer.copying import Done, Sum, sums_of
 from reshard.checkpoint.transfer.windows import in_order
 from reshard.dtypes import itemsize

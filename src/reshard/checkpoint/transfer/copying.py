@@ -16,9 +16,9 @@ import numpy as np
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import CHUNK, checksum
 from reshard.checkpoint.integrity.crcs import Part
-from reshard.checkpoint.output_files import BLOCK, OutputFiles
 from reshard.checkpoint.piece_table import Pieces, PieceTable
-from reshard.checkpoint.storage import LocalStorage
+from reshard.checkpoint.storage.local import LocalStorage
+from reshard.checkpoint.storage.output_files import BLOCK, OutputFiles
 from reshard.checkpoint.transfer.packing import CELLS, Pack, Packed, Placed, joined_writes
 from reshard.checkpoint.transfer.transfers import CopyChunk, Transfer
 from reshard.checkpoint.transfer.windows import (

@@ -25,9 +25,9 @@ import numpy as np
 from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.integrity.checksums import SIDECAR, Checker, Checksums, damage, sum_of
 from reshard.checkpoint.integrity.crcs import Crcs, Part, changed, crc_of, crcs_of
-from reshard.checkpoint.output_files import BLOCK, aligned
 from reshard.checkpoint.piece_table import Extent, PieceTable, extents
-from reshard.checkpoint.storage import Storage
+from reshard.checkpoint.storage.local import Storage
+from reshard.checkpoint.storage.output_files import BLOCK, aligned
 from reshard.checkpoint.transfer.packing import CELLS, GAP, Reads
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.dtypes import itemsize

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from reshard.checkpoint.storage import OpenFile, OpenFiles, StoredFile
+from reshard.checkpoint.storage.local import OpenFile, OpenFiles, StoredFile
 from reshard.errors import TargetError, UnfinishedError
 from reshard.text import format_bytes
 

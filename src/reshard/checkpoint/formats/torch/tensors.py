@@ -22,9 +22,9 @@ from typing import Any
 
 from reshard.checkpoint.catalog import Catalog, StoredObject
 from reshard.checkpoint.formats.checks import LocalTensor, checked_shape, shown, whole_numbers
-from reshard.checkpoint.formats.torch_archive import Archive, archive_crcs, read_archives
-from reshard.checkpoint.formats.torch_unpickler import Global, Record, unpickle
-from reshard.checkpoint.storage import Storage
+from reshard.checkpoint.formats.torch.archive import Archive, archive_crcs, read_archives
+from reshard.checkpoint.formats.torch.unpickler import Global, Record, unpickle
+from reshard.checkpoint.storage.local import Storage
 from reshard.dtypes import ITEMSIZE, itemsize
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.layout.box import row_major

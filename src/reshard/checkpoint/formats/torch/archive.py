@@ -22,7 +22,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from reshard.checkpoint.catalog import Crc
-from reshard.checkpoint.storage import Range, Storage
+from reshard.checkpoint.storage.local import Range, Storage
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.text import quoted
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from reshard.checkpoint.storage import (
+from reshard.checkpoint.storage.local import (
     COMMITTED,
     MAX_FILES,
     OURS,

@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Any, Self
 from zlib import crc32
 
-from reshard.checkpoint.output_files import named
-from reshard.checkpoint.workplace import Workplace
+from reshard.checkpoint.publish.workplace import Workplace
+from reshard.checkpoint.storage.output_files import named
 from reshard.errors import CheckpointError, UnfinishedError
 from reshard.layout.mesh import format_ranks
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from reshard.checkpoint.catalog import StoredPiece
-from reshard.checkpoint.formats.safetensors_header import (
+from reshard.checkpoint.formats.safetensors.header import (
     KEY,
     SHARDING,
     OwnMetadata,
@@ -18,7 +18,7 @@ from reshard.checkpoint.formats.safetensors_header import (
 )
 from reshard.checkpoint.output import Literal, Output, OutputTensor, Wanted, owned_boxes
 from reshard.checkpoint.piece_table import Pieces
-from reshard.checkpoint.storage import StoredFile
+from reshard.checkpoint.storage.local import StoredFile
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, LayoutError, TargetError
 from reshard.layout.box import Box, Piece, row_major

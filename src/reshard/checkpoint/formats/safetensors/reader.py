@@ -30,7 +30,7 @@ from reshard.checkpoint.formats.checks import (
     rank_of,
     whole_tensors,
 )
-from reshard.checkpoint.formats.safetensors_header import (
+from reshard.checkpoint.formats.safetensors.header import (
     KEY,
     SHARDING,
     Header,
@@ -39,7 +39,7 @@ from reshard.checkpoint.formats.safetensors_header import (
     parse_header,
     read_json,
 )
-from reshard.checkpoint.storage import Storage, StoredFile, check_path
+from reshard.checkpoint.storage.local import Storage, StoredFile, check_path
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.layout.box import Box
 from reshard.text import and_more, quoted

@@ -29,8 +29,8 @@ from reshard.checkpoint.formats.checks import (
     shown,
     whole_tensors,
 )
-from reshard.checkpoint.formats.torch_archive import Archive, read_archives
-from reshard.checkpoint.formats.torch_tensors import (
+from reshard.checkpoint.formats.torch.archive import Archive, read_archives
+from reshard.checkpoint.formats.torch.tensors import (
     Visits,
     allow_tensors,
     as_json,
@@ -38,8 +38,8 @@ from reshard.checkpoint.formats.torch_tensors import (
     is_tensor,
     view_of,
 )
-from reshard.checkpoint.formats.torch_unpickler import Record, unpickle
-from reshard.checkpoint.storage import Storage, StoredFile
+from reshard.checkpoint.formats.torch.unpickler import Record, unpickle
+from reshard.checkpoint.storage.local import Storage, StoredFile
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.text import and_more, format_bytes, quoted

@@ -44,9 +44,9 @@ from typing import Any
 
 from reshard.checkpoint.formats.reader import open_storage
 from reshard.checkpoint.integrity.checksums import load_checksums
-from reshard.checkpoint.output_files import exchange, replace_file, sync_folder
-from reshard.checkpoint.replacing import Replaced, delete_files, move_kept, replaced_by
-from reshard.checkpoint.storage import REQUEST, StoredFile
+from reshard.checkpoint.publish.replacing import Replaced, delete_files, move_kept, replaced_by
+from reshard.checkpoint.storage.local import REQUEST, StoredFile
+from reshard.checkpoint.storage.output_files import exchange, replace_file, sync_folder
 from reshard.errors import TargetError, UnfinishedError
 from reshard.text import format_bytes
 

@@ -23,9 +23,9 @@ from pathlib import Path
 
 from reshard.checkpoint.formats.checks import is_distcp
 from reshard.checkpoint.formats.reader import survey_catalog
-from reshard.checkpoint.formats.safetensors_reader import find_index, index_files
+from reshard.checkpoint.formats.safetensors.reader import find_index, index_files
 from reshard.checkpoint.integrity.checksums import SIDECAR, load_checksums
-from reshard.checkpoint.storage import COMMITTED, OURS, REQUEST, LocalStorage, StoredFile
+from reshard.checkpoint.storage.local import COMMITTED, OURS, REQUEST, LocalStorage, StoredFile
 from reshard.errors import ReshardError, TargetError
 from reshard.text import quoted
 
