@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from reshard.checkpoint import convert, replacing, save, verify, workplace
+from reshard.checkpoint import convert, save, verify
 from reshard.checkpoint.integrity.checksums import SIDECAR
+from reshard.checkpoint.publish import replacing, workplace
 from reshard.checkpoint.publish.workplace import Workplace
 from reshard.errors import TargetError, UnfinishedError
 from tests.soak import cases
