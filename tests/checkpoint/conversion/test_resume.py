@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from reshard.checkpoint import convert, inspect, journal, save, verify, workplace
+from reshard.checkpoint import convert, inspect, save, verify
 from reshard.checkpoint.conversion import build
 from reshard.checkpoint.integrity.checksums import SIDECAR
+from reshard.checkpoint.publish import journal, workplace
 from reshard.checkpoint.publish.journal import Journal, read_journals
 from reshard.errors import CheckpointError, DamageError, TargetError, UnfinishedError
 
