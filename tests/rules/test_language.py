@@ -9,8 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.errors import RulesError
-from reshard.rules.formula import Formula, Template, parse_places
-from reshard.rules.pattern import Pattern, matches, matching
+from reshard.rules.language import (
+    Formula,
+    Pattern,
+    Template,
+    matches,
+    matching,
+    parse_places,
+)
 
 NUMBERS = {"i": 7, "e": 0, "num_layers": 32, "pp_size": 4}
 LEAVES = st.one_of(st.integers(0, 99).map(str), st.sampled_from(sorted(NUMBERS)))

@@ -1,6 +1,6 @@
 """Modules, parameters and buffers of a module, by path and by pattern.
 
-Patterns are those of rules files (reshard.rules.pattern): ``{i}`` is one part of a path that is an
+Patterns are those of rules files (reshard.rules.language): ``{i}`` is one part of a path that is an
 integer, ``*`` is any text, dots included.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from reshard.errors import ArgumentError, PathError
-from reshard.rules.pattern import Pattern
+from reshard.rules.language import Pattern
 from reshard.text import quoted
 
 __all__ = [

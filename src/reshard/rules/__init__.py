@@ -1,8 +1,7 @@
 """Rules: tensor names to layouts.
 
 ruleset   `Rules`: the rules of a model family or a file, with the numbers of a model
-pattern   the pattern language of tensor names
-formula   integer formulas, and layouts with formulas
+language  patterns of tensor names, integer formulas, and layouts with formulas
 document  rules files
 table     the layouts of one document on one mesh, and what becomes of its axes
 configs   the numbers of config.json that rules use, and configs of published models

@@ -25,8 +25,7 @@ from reshard.layout.mesh import RESERVED, Mesh
 from reshard.layout.notation import parse
 from reshard.layout.words import Words, axes_of
 from reshard.rules.configs import NUMBERS
-from reshard.rules.formula import Place, Template, parse_places
-from reshard.rules.pattern import Pattern
+from reshard.rules.language import Pattern, Place, Template, parse_places
 from reshard.text import quoted
 
 __all__ = [

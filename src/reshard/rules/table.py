@@ -28,8 +28,7 @@ from reshard.layout.mesh import Mesh
 from reshard.layout.notation import parse
 from reshard.layout.words import Chunk, Cut, Cuts, Packed, Segment, Units, Words, held
 from reshard.rules.document import Document, Rule, all_axes, located
-from reshard.rules.formula import Place
-from reshard.rules.pattern import INDEX
+from reshard.rules.language import INDEX, Place
 from reshard.text import and_more, count, quoted
 
 __all__ = [

@@ -34,7 +34,7 @@ from reshard.planning.names import (
     placeholders,
     template_regex,
 )
-from reshard.rules.pattern import matching
+from reshard.rules.language import matching
 from reshard.text import count, quoted
 
 __all__ = ["Outline", "feeds_for", "left_over", "outlines_of", "rename_tensors", "stored_outlines"]

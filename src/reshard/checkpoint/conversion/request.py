@@ -40,7 +40,7 @@ from reshard.dtypes import canonical_dtype, check_cast, is_float
 from reshard.errors import CheckpointError, DtypeError, LayoutError, ReshardError, RulesError
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
-from reshard.rules.pattern import matches, matching
+from reshard.rules.language import matches, matching
 from reshard.text import quoted
 
 if TYPE_CHECKING:
