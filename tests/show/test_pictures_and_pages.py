@@ -14,9 +14,16 @@ from hypothesis import assume, given, settings
 
 import reshard as rs
 from reshard.show.holdings import Picture, holdings, picture_of
-from reshard.show.ink import Span, coloured, plain, wants_colour
 from reshard.show.page import render
-from reshard.show.terminal import draw, frame, pieces_table
+from reshard.show.terminal import (
+    Span,
+    coloured,
+    draw,
+    frame,
+    pieces_table,
+    plain,
+    wants_colour,
+)
 from reshard.show.traffic import draw as draw_matrix
 from reshard.show.traffic import group, to_trace, traffic_matrix
 from tests import strategies

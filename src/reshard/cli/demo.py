@@ -201,8 +201,7 @@ def _simulated_moves(move: Plan, model: str) -> Iterator[tuple[str, Plan]]:
 
 def _picture(move: Plan) -> str:
     """One tensor of the move, before and after."""
-    from reshard.show.ink import plain
-    from reshard.show.terminal import draw
+    from reshard.show.terminal import draw, plain
 
     parts = []
     for when, side in (("before", move.have), ("after", move.want)):

@@ -18,7 +18,7 @@ import click
 from reshard.text import format_bytes, shorten
 
 if TYPE_CHECKING:
-    from reshard.show.ink import Line
+    from reshard.show.terminal import Line
 
 __all__ = [
     "UNSUPPORTED", "byte_meter", "code_of", "fitted", "print_json", "print_lines", "say_written",
@@ -113,7 +113,7 @@ def _narrowed(rows: list[str], width: int) -> list[str]:
 
 def print_lines(lines: Iterable[Line]) -> None:
     """Print lines with colours if the reader has them."""
-    from reshard.show.ink import coloured, plain, wants_colour
+    from reshard.show.terminal import coloured, plain, wants_colour
 
     if wants_colour(sys.stdout, os.environ):
         print(coloured(lines, sys.stdout, terminal_width()))

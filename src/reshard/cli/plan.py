@@ -218,7 +218,7 @@ def _write_page(
 
 
 def _print(move: Plan, rank: int | None, notes: Sequence[str]) -> None:
-    from reshard.show.ink import Span
+    from reshard.show.terminal import Span
     from reshard.show.plan_text import describe
     from reshard.show.traffic import draw, traffic_matrix
 

@@ -46,8 +46,7 @@ def show(
     reshard show --model llama-3-8b --mesh tp=4 lm_head.weight
     """
     from reshard.layout.mesh import Mesh
-    from reshard.show.ink import Span
-    from reshard.show.terminal import draw, pieces_table
+    from reshard.show.terminal import Span, draw, pieces_table
 
     if model is not None:
         if mesh is None:

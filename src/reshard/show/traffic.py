@@ -5,7 +5,7 @@ The matrix is between ranks, hosts, or groups of them:
 >>> from reshard.layout.layout import Layout
 >>> from reshard.layout.mesh import Mesh
 >>> from reshard.planning.plans import plan
->>> from reshard.show.ink import plain
+>>> from reshard.show.terminal import plain
 >>> have, want = Layout(Mesh(dp=2), "dp -"), Layout(Mesh(tp=3, ranks=[4, 5, 6]), "- tp")
 >>> move = plan(have, want, shape=(2048, 1536), dtype="float32")
 >>> print(plain(draw(traffic_matrix(move, most=8))))
@@ -37,7 +37,7 @@ import numpy as np
 
 from reshard.layout.columns import distinct, distinct_first, numbered
 from reshard.layout.grid import Ints
-from reshard.show.ink import Line, Span, heat
+from reshard.show.terminal import Line, Span, heat
 
 if TYPE_CHECKING:
     from reshard.planning.plans import Plan
