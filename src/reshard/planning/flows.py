@@ -18,10 +18,17 @@ import numpy as np
 
 from reshard.dtypes import accumulator, itemsize
 from reshard.layout.columns import Ints
-from reshard.planning.cells.geometry import Cells, Lined, raise_uncovered
 from reshard.planning.cells.listed import ListedGeometry, listed_geometries
 from reshard.planning.cells.regular import RegularGeometry, regular_geometry
-from reshard.planning.cells.transfers import AnyRows, Fan, Mask, Transfers
+from reshard.planning.cells.transfers import (
+    AnyRows,
+    Cells,
+    Fan,
+    Lined,
+    Mask,
+    Transfers,
+    raise_uncovered,
+)
 from reshard.planning.classes import Stack
 from reshard.planning.sharing import Job, LineSet, Loads, Runs, Slots, blocks, repeated, share
 

@@ -21,7 +21,7 @@ from reshard.layout.columns import Ints, distinct, numbered, offsets
 from reshard.layout.coverage import overlapping_pairs
 from reshard.layout.grid import addend_of
 from reshard.layout.spec import TensorSpec
-from reshard.planning.cells.geometry import (
+from reshard.planning.cells.transfers import (
     Cells,
     Kinds,
     Lined,

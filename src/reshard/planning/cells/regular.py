@@ -22,7 +22,7 @@ import numpy as np
 from reshard.errors import PlanError
 from reshard.layout.columns import Ints, contained, numbered, spread
 from reshard.layout.grid import DimTable, Grid, grids_of
-from reshard.planning.cells.geometry import Cells, Lined
+from reshard.planning.cells.transfers import Cells, Lined
 from reshard.planning.classes import Stack
 from reshard.planning.names import Segments
 from reshard.planning.sharing import LineSet

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.layout.columns import Ints
-from reshard.planning.cells.geometry import insert_columns
+from reshard.planning.cells.transfers import insert_columns
 from reshard.show.page.drawings import Drawing
 from reshard.show.traffic import Matrix
 
