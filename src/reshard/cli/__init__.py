@@ -1,8 +1,9 @@
 """The command line, a command per file or a few that belong together.
 
-    show plan convert  the commands of these names
-    checkpoints  ``inspect``, ``verify`` and ``diff``; ``checkpoint_page`` is the page of the first
-    explore      the page of a plan with fields, in a browser; ``explore_server`` serves it
+    show         which rank holds which part of a tensor
+    plan         ``plan`` and ``explore``; ``explore_server`` serves the page of the latter
+    checkpoints  ``inspect``, ``convert``, ``verify`` and ``diff``; ``checkpoint_page`` is the page
+                 of the first
     demo         plan, simulate, run and convert a model; ``demo_live`` starts its ranks
     source       ``index`` and ``bench``
     options      options that several commands take: shapes, meshes, layouts and models from text
@@ -24,7 +25,7 @@ from collections.abc import Sequence
 
 import click
 
-from reshard.cli import checkpoints, convert, demo, explore, plan, show, source
+from reshard.cli import checkpoints, convert, demo, plan, show, source
 from reshard.cli.options import add_manners
 from reshard.cli.output import UNSUPPORTED, tolerant
 from reshard.errors import ReshardError, UnsupportedError
@@ -67,7 +68,7 @@ def cli(context: click.Context, version: bool) -> None:
 
 
 for _command in (
-    *(show.show, plan.plan, explore.explore, checkpoints.inspect, convert.convert),
+    *(show.show, plan.plan, plan.explore, checkpoints.inspect, convert.convert),
     *(checkpoints.verify, checkpoints.diff, source.index, demo.demo, source.bench),
 ):
     add_manners(_command)
