@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 import click
 
-from reshard.cli import checkpoints, convert, demo, plan, show, source
+from reshard.cli import checkpoints, demo, plan, show, source
 from reshard.cli.options import add_manners
 from reshard.cli.output import UNSUPPORTED, tolerant
 from reshard.errors import ReshardError, UnsupportedError
@@ -68,7 +68,7 @@ def cli(context: click.Context, version: bool) -> None:
 
 
 for _command in (
-    *(show.show, plan.plan, plan.explore, checkpoints.inspect, convert.convert),
+    *(show.show, plan.plan, plan.explore, checkpoints.inspect, checkpoints.convert),
     *(checkpoints.verify, checkpoints.diff, source.index, demo.demo, source.bench),
 ):
     add_manners(_command)
