@@ -106,6 +106,7 @@ class Handle:
         """Locked while the thread runs: joining the thread itself breaks its state in Python 3.11
         when a signal handler raises."""
         self._running.acquire()
+        call.ticket.in_thread = True
         threading.Thread(target=self._work, daemon=True, name="reshard-move").start()
         # Here and in the thread, which may start only after the next call of this thread.
         call.ticket.owner = None
@@ -117,13 +118,16 @@ class Handle:
             with streams.used(call.all_tensors()):
                 self._result = call.run()
         except UndecidedError as undecided:
-            self._error = undecided.error
+            self._error, call.ticket.in_thread = undecided.error, False
             abandon(call.ticket, undecided.error, seconds=0.0)
         except BaseException as error:
             self._error = error
             if not call.ticket.over:
+                call.ticket.in_thread = False
                 abandon(call.ticket, error)
         finally:
+            if call.ticket.in_thread and call.ticket.abandoned:
+                call.close()  # not before: this thread has used the buffers of the call until now
             self.report.finish()
             self._running.release()
 
@@ -188,7 +192,8 @@ class SideStreams:
         """Let the caller's streams wait for the move; they use the results from now on."""
         for device, event in self._done.items():
             _cuda.current_stream(device).wait_event(event)
-        for tensor in results:
+        # Results of a second `wait` are converted: torch warns of its ShardedTensor's attributes.
+        for tensor in results if self._done else ():
             if tensor.device in self._done:
                 tensor.record_stream(_cuda.current_stream(tensor.device))
 

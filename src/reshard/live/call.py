@@ -105,7 +105,7 @@ class Call:
 
     def run(self) -> Result:
         """Do the move."""
-        self.ticket.undo = self._close
+        self.ticket.undo = self.close
         if self.compiled is None:
             self.ticket.finish()
             return {}
@@ -117,8 +117,8 @@ class Call:
             except CallAheadError as ahead:
                 self._move_up(ahead)
             except ReshardError as error:
-                fail_and_close(self.watch, error, self._close)
-        self._close()
+                fail_and_close(self.watch, error, self.close)
+        self.close()
         return result
 
     def _run(self, compiled: CompiledPlan) -> Result:
@@ -311,18 +311,17 @@ class Call:
         assert self.watch is not None
         if not self.session.advance(self.ticket):
             error = ahead.cause.error(self.watch.status())
-            self._close()
+            self.close()
             raise error from None
         self._close_transports()
         self.watch.close()
 
     def _close_transports(self) -> None:
-        # After an interrupted `Handle.wait` the cleanup thread does this at the same time.
         for transport in reversed(self._transports):
             transport.close(self._ok)
         self._transports = []
 
-    def _close(self) -> None:
+    def close(self) -> None:
         """End the call.
 
         May be repeated: an exception of a signal handler may come between any two bytecodes.

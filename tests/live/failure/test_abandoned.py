@@ -19,6 +19,7 @@ from reshard.live.failure import cleanup
 from reshard.live.session.session import sessions
 from reshard.live.session.shared_memory import BufferPool
 from reshard.live.session.store import GroupStore, StoreGoneError
+from reshard.live.transport.host import HostTransport
 from tests.live.failure.faults import Tried, plan_of, source_of, tried
 from tests.ranks.pool import fresh_ranks
 from tests.ranks.rank import tell
@@ -184,4 +185,34 @@ def test_a_call_that_two_exceptions_leave_is_heard_of() -> None:
         assert left.kind == ("KeyboardInterrupt" if rank == 1 else "LiveError"), left
         assert rank == 1 or "rank 1 was interrupted twice" in left.cause, left
         assert seconds < SOON, (rank, seconds)
+        assert then.kind == "moved", then
+
+
+def interrupt_the_wait_for_a_thread(rank: int) -> tuple[Tried, Tried, Tried]:
+    """On rank 1 `wait` is interrupted while the thread of the handle is about to send a message."""
+    plan, usual = plan_of((64, 64)), HostTransport._stage
+    given = source_of(plan, rank)
+    options: Any = {"transport": "shared", "timeout": 20}
+    plan.run(given, **options)
+
+    def stage_and_pause(transport: HostTransport, *args: Any) -> None:
+        usual(transport, *args)
+        time.sleep(0.8)
+
+    if rank == 1:
+        HostTransport._stage = stage_and_pause  # type: ignore[method-assign]
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+    handle = plan.start(given, **options)
+    first, second = tried(handle.wait), tried(handle.wait)
+    HostTransport._stage = usual  # type: ignore[method-assign]
+    return first, second, tried(lambda: plan.run(given, **options))
+
+
+def test_a_thread_that_still_uses_buffers_closes_its_call_itself() -> None:
+    with fresh_ranks(4) as ranks:
+        found = ranks.run(interrupt_the_wait_for_a_thread, timeout=60)
+    for rank, (first, second, then) in enumerate(found):
+        assert first.kind == ("KeyboardInterrupt" if rank == 1 else "LiveError"), first
+        assert "rank 1 was interrupted" in second.cause, second
         assert then.kind == "moved", then

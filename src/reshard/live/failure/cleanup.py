@@ -116,7 +116,7 @@ def _clean_up(ticket: Ticket, error: BaseException) -> None:
         if not ticket.over:
             if ticket.session is not None:
                 _abort(ticket.session, ticket, error)
-            if ticket.undo is not None:
+            if ticket.undo is not None and not ticket.in_thread:
                 ticket.undo()
     finally:
         ticket.finish()

@@ -51,6 +51,8 @@ class Ticket:
     over = False
     abandoned = False
     """Whether an exception has interrupted the call, and it is being ended."""
+    in_thread = False
+    """Whether a thread of reshard makes the call, which closes it when it learns of an abort."""
     left = False
     """Whether its thread was found outside the call, which is being ended."""
     enqueues = True
