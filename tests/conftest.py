@@ -38,14 +38,14 @@ if not soaking():
     providers._get_local_constants = lambda: providers._local_constants
 
 ONE_WORKER = {
-    "tests/ranks/": "engine",
+    "tests/ranks/": "live",
     "tests/live/session/": "failures",
     "tests/live/failure/": "failures",
-    "tests/live/": "engine",
-    "tests/tensors/": "engine",
+    "tests/live/": "live",
+    "tests/sharded/ops/": "operations",
     "tests/sharded/": "sharded",
-    "tests/nn/shard/": "sharded",
-    "tests/nn/activations/": "sharded",
+    "tests/tensors/": "tensors",
+    "tests/nn/": "tensors",
     "tests/checkpoint/live/": "sharded",
     "tests/show/test_page_in_browser.py": "browser",
     "tests/show/test_explore.py": "browser",
