@@ -28,13 +28,13 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## plan, prove, simulate and run a move of a real model; convert a checkpoint
 	$(PY) -m reshard demo
 
-# Tests start hundreds of processes, which would compile everything where Python may not write. More
-# jobs than cores, each with one thread: tests on ranks wait for each other, and tests of failures
-# for a timeout. A soak promises times, and has none.
-test: JOBS = 6
+# Tests start hundreds of processes, which would compile everything where Python may not write. Two
+# jobs more than there are cores (six take longer), each with one thread: tests on ranks wait for each
+# other, and tests of failures for a timeout. A soak promises times, and has none.
+test: JOBS = 4
 test: export OMP_NUM_THREADS = 1
 test: export PYTHONDONTWRITEBYTECODE =
-test: $(READY) ## run the tests (JOBS=6 at a time; ARGS="-k box")
+test: $(READY) ## run the tests (JOBS=4 at a time; ARGS="-k box")
 	$(PY) -m compileall -q src tests
 	$(PY) -m pytest -n $(JOBS) $(ARGS)
 
