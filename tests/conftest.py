@@ -38,14 +38,14 @@ if not soaking():
     providers._get_local_constants = lambda: providers._local_constants
 
 ONE_WORKER = {
-    "tests/ranks/": "live",
+    "tests/ranks/": "engine",
     "tests/live/session/": "failures",
     "tests/live/failure/": "failures",
-    "tests/live/": "live",
-    "tests/sharded/ops/": "operations",
+    "tests/live/": "engine",
+    "tests/tensors/": "engine",
     "tests/sharded/": "sharded",
-    "tests/tensors/": "tensors",
-    "tests/nn/": "tensors",
+    "tests/nn/shard/": "sharded",
+    "tests/nn/activations/": "sharded",
     "tests/checkpoint/live/": "sharded",
     "tests/show/test_page_in_browser.py": "browser",
     "tests/show/test_explore.py": "browser",
