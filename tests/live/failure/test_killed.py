@@ -272,6 +272,9 @@ def test_the_process_with_the_groups_store_is_stopped_while_ranks_connect(step: 
         job = ranks.begin(connect_through_a_stopped_store, step)
         for rank in (1, 2, 3):
             job.hear(rank)
+        stat = Path(f"/proc/{ranks.pids[0]}/stat")
+        while ") T " not in stat.read_text():  # it may come later than the others give up
+            time.sleep(0.05)
         ranks.kill(0, signal.SIGCONT)
         outcomes = [outcome.value for outcome in job.outcomes(40)]
     for first, second, third in outcomes:

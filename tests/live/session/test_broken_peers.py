@@ -77,7 +77,7 @@ def hear_nonsense(rank: int, what: str, transport: str) -> Tried | None:
     """Each kind in a session of its own, which is of no use afterwards."""
     group, plan = local_group(0, 1, 2, 3), plan_of((16, 52))
     options: Any = {"transport": transport, "timeout": 1.5, "group": group}
-    plan.run(source_of(plan, rank), **options)
+    plan.run(source_of(plan, rank), **options | {"timeout": 20.0})
     outcome = None
     if rank == BROKEN:
         (connections,) = all_connections(group)

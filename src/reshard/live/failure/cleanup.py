@@ -13,11 +13,9 @@ import atexit
 import contextlib
 import os
 import queue
-import sys
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
-from types import FrameType
 from typing import Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch.distributed as dist
@@ -66,21 +64,23 @@ def with_ticket(
         thread.start()
         _thread[:] = [thread]
     ticket = Ticket(group, ranks)
-    try:
-        if len(open_tickets) > 1:
-            # Earlier calls of this thread whose error handling was interrupted as well; the
-            # cleanup thread removes tickets meanwhile.
-            for other in open_tickets.copy():
-                if other is not ticket and other.owner == ticket.owner:
-                    abandon(other, LiveError(f"rank {dist.get_rank()} was interrupted twice"))
-        return action(ticket, *args, **options)
-    except UndecidedError as undecided:
-        abandon(ticket, undecided.error, seconds=0.0)
-        raise undecided.error from None
-    except BaseException as error:
-        if not ticket.over:
-            abandon(ticket, error)
-        raise
+    with ticket.inside:
+        ticket.entered = True
+        try:
+            if len(open_tickets) > 1:
+                # Earlier calls of this thread whose error handling was interrupted as well; the
+                # cleanup thread removes tickets meanwhile.
+                for other in open_tickets.copy():
+                    if other is not ticket and other.owner == ticket.owner:
+                        abandon(other, LiveError(f"rank {dist.get_rank()} was interrupted twice"))
+            return action(ticket, *args, **options)
+        except UndecidedError as undecided:
+            abandon(ticket, undecided.error, seconds=0.0)
+            raise undecided.error from None
+        except BaseException as error:
+            if not ticket.over:
+                abandon(ticket, error)
+            raise
 
 
 def fail_and_close(watch: Watch | None, error: ReshardError, close: Callable[[], None]) -> NoReturn:
@@ -191,31 +191,17 @@ def _serve() -> None:
 
 
 def _abandon_left() -> None:
-    """Abandon calls whose thread is not inside `with_ticket` any more.
+    """Abandon calls that their thread has left although they are not over.
 
     Otherwise the other ranks would wait until that thread makes its next call, or for ever.
     """
-    tickets = tuple(open_tickets)
-    inside = _threads_in_calls()  # after the tickets: a call that has ended since then is over
-    for ticket in tickets:
-        is_left = ticket.owner is not None and ticket.owner not in inside
+    for ticket in tuple(open_tickets):
+        # In this order: a call that is over is left after that.
+        is_left = ticket.entered and not ticket.inside.locked() and ticket.owner is not None
         if is_left and not (ticket.over or ticket.left):
             ticket.left = True
             error = LiveError(f"rank {dist.get_rank()} was interrupted twice")
             _abandoned.put((ticket, error))
-
-
-def _threads_in_calls() -> set[int]:
-    """The threads that are inside `with_ticket`."""
-    inside, frames = set(), sys._current_frames()
-    for thread, top in frames.items():
-        frame: FrameType | None = top
-        while frame is not None and frame.f_code is not with_ticket.__code__:
-            frame = frame.f_back
-        if frame is not None:
-            inside.add(thread)
-    frames.clear()  # it has the frame of this function, and so would outlive it
-    return inside
 
 
 @atexit.register

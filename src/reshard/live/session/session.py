@@ -53,8 +53,8 @@ class Ticket:
     """Whether an exception has interrupted the call, and it is being ended."""
     in_thread = False
     """Whether a thread of reshard makes the call, which closes it when it learns of an abort."""
-    left = False
-    """Whether its thread was found outside the call, which is being ended."""
+    entered = left = False
+    """Whether its thread has entered the call; was found outside before the call was over."""
     enqueues = True
     """Whether the call may still enqueue GPU work, as far as is known."""
 
@@ -66,6 +66,9 @@ class Ticket:
         """The ranks that the arguments of the call name; None: those of the group."""
         self.owner: int | None = _thread.get_ident()
         """The user's thread that makes the call; None if a thread of reshard does."""
+        self.inside = _thread.allocate_lock()
+        """Locked while the thread is inside the call. The interpreter releases it when an exception
+        leaves the call, before a signal handler can raise another one."""
         self.cleaned_up = _thread.allocate_lock()
         """Released when the cleanup thread has ended the call."""
         self.cleaned_up.acquire()
