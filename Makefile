@@ -29,8 +29,8 @@ demo: $(READY) ## plan, prove, simulate and run a move of a real model; convert 
 	$(PY) -m reshard demo
 
 # Tests start hundreds of processes, which would compile everything where Python may not write. Two
-# jobs more than there are cores (with six they take longer), each with one thread: tests on ranks wait for each
-# other, and tests of failures for a timeout. A soak promises times, and has none.
+# jobs more than there are cores, each with one thread: tests on ranks wait for each other, and tests
+# of failures for a timeout. With six jobs they take longer. A soak promises times, and has none.
 test: JOBS = 4
 test: export OMP_NUM_THREADS = 1
 test: export PYTHONDONTWRITEBYTECODE =

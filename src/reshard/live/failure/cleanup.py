@@ -37,6 +37,7 @@ __all__ = ["abandon", "fail_and_close", "with_ticket"]
 
 CLEANUP_SECONDS = 5.0
 """The longest that an interrupted call waits for the cleanup thread."""
+
 LOOK_EVERY = 0.3
 """Seconds between two checks whether a second exception took a thread out of its call."""
 
@@ -45,6 +46,7 @@ END_SECONDS = 1.0
 
 _abandoned: queue.SimpleQueue[tuple[Ticket, BaseException] | None] = queue.SimpleQueue()
 """Interrupted calls. `put` is one call of C, so a second exception finds the call in the queue."""
+
 _thread: list[threading.Thread] = []
 
 T = TypeVar("T")
@@ -196,7 +198,8 @@ def _abandon_left() -> None:
     Otherwise the other ranks would wait until that thread makes its next call, or for ever.
     """
     for ticket in tuple(open_tickets):
-        # In this order: a call that is over is left after that.
+        # Whether it is over is read last: a call is over before its thread leaves it. A call in a
+        # thread of reshard has no owner.
         is_left = ticket.entered and not ticket.inside.locked() and ticket.owner is not None
         if is_left and not (ticket.over or ticket.left):
             ticket.left = True
