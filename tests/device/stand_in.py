@@ -28,11 +28,7 @@ from reshard.live.copy.cuda_driver import Allocation, CudaError
 from reshard.live.copy.host import read_memory
 from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.messages import IovecCall
-from reshard.live.program.rounds import Round
-from reshard.live.session.shared_memory import DONE
 from reshard.live.transport import gpu_memory, nccl
-from reshard.live.transport.gpu_peer import GpuPeerTransport
-from reshard.live.transport.gpu_pulls import done_step
 
 
 class StandInWork:
@@ -201,7 +197,7 @@ class StandInDriver:
         ctypes.c_uint64.from_address(address).value = value
 
     def await_signal(self, stream: int, address: int, value: int) -> None:
-        """The host is its own stream; `wait_for_readers` has waited for what comes later."""
+        """The host is its own stream. A signal was written before anybody was told of it."""
         assert ctypes.c_uint64.from_address(address).value >= value, "a signal is missing"
 
     def view(self, address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
@@ -219,28 +215,12 @@ class StandInDriver:
         raise AssertionError(f"{address:x} is not mapped")
 
 
-_end_round = GpuPeerTransport.end_round
-
-
-def wait_for_readers(self: GpuPeerTransport, round_: Round) -> None:
-    """Wait where a stream would: until peers have read this rank's messages."""
-    call, step, peers = self.watch.call, done_step(round_.number), self._signals.peers
-    readers = self.peers & round_.sends.keys()
-
-    def missing() -> list[int]:
-        return [peer for peer in readers if not peers[peer].has_come(DONE, call, step)]
-
-    self.watch.wait(missing, lambda peer: "it to read its part", 0.0002)
-    _end_round(self, round_)
-
-
 def use(peer_memory: bool = False) -> None:
     """From now on this process takes the host for a GPU."""
     nccl.NcclGroup = StandInGroup  # type: ignore[misc, assignment]
     call.placement_of = _placement  # type: ignore[assignment]
     call.device_of = lambda bound: torch.device("cpu")  # type: ignore[assignment]
     call.has_nccl = lambda group: True  # type: ignore[assignment]
-    GpuPeerTransport.end_round = wait_for_readers  # type: ignore[method-assign]
     driver = StandInDriver() if peer_memory else None
     gpu_memory.cuda_driver = lambda: driver  # type: ignore[assignment]
     # Both ways in every test, however many cores there are.

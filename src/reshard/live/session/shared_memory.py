@@ -41,7 +41,7 @@ class SharedBuffer:
         self.known_to: set[int] = set()
         """The ranks that were sent the descriptor."""
         self.loans: dict[int, int] = {}
-        """By peer, the last call in which it may still read what is in this buffer."""
+        """By peer, the last call whose eager message in this buffer the peer may not have read."""
 
     @classmethod
     def create(cls, num_bytes: int) -> SharedBuffer:

@@ -312,8 +312,7 @@ class GpuMemory(Resource):
     def publish(self, ranges: Ints, packs: bool) -> Published:
         """A table with these tensors in shared memory; an equal one of an earlier call if there is.
 
-        A peer may still have to read a table that is dropped, in a call that is over here: the
-        loans of the buffer say in which call.
+        Only calls of this rank that are over may have used the tables that are dropped.
         """
         used = ranges[ranges[:, 1] > 0]
         exports = self.exports.of(used[:, 0], used[:, 1])
