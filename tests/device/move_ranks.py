@@ -27,8 +27,10 @@ from reshard.live import call
 from reshard.live.call import Call
 from reshard.live.failure.cleanup import with_ticket
 from reshard.live.inputs.request import options_from
+from reshard.live.session.shared_memory import LAST_STEP, REACHED, CallSignals
 from reshard.live.transport import nccl
 from reshard.live.transport.gpu_peer import GpuPeerTransport
+from reshard.live.transport.gpu_pulls import GpuWork
 from reshard.live.transport.nccl import NcclTransport
 from reshard.show.run_report import RunReport
 from tests import checks, generate, moves, soak, state_cases
@@ -611,6 +613,38 @@ def behind() -> None:
         check_group()
 
 
+def released() -> None:
+    """The GPU of rank 3 fails when all calls have returned. That releases the streams of the other
+    ranks: these must not take it for the end of their reads.
+    """
+    full = torch.arange(96.0).reshape(8, 12)
+    have, want = rs.Layout(LINE, "tp -"), rs.Layout(LINE, "- tp")
+    plan = rs.plan(have, want, shape=(8, 12), dtype="float32")
+    given = {"tensor": local(full, have).to(DEVICE)}
+    plan.run(given, sync=True)
+    meet("released")
+    begin = GpuWork.__init__
+
+    def fail() -> bool:
+        raise RuntimeError("an error of CUDA")
+
+    def begin_blocked(work: GpuWork, group: CallSignals, _: object, *more: Any) -> None:
+        def until_released() -> bool:
+            while not group.own.has_come(REACHED, group.call, LAST_STEP):
+                time.sleep(0.001)
+            return True
+
+        begin(work, group, fail if RANK == 3 else until_released, *more)
+
+    with mock.patch.object(GpuWork, "__init__", begin_blocked):
+        handle = plan.start(given)
+        with fails(rs.LiveError, "rank 3", "an error of CUDA"):
+            handle.wait()
+    meet("released, raised")
+    out = plan.run(given, sync=True)["tensor"]
+    assert torch.equal(out.cpu(), local(full, want))
+
+
 PATIENCE = 0.6 if STAND_IN else 1.5
 """Seconds that the others wait for the GPU of rank 3."""
 
@@ -751,6 +785,7 @@ SCENARIOS = {
             given_ways,
             disjoint,
             in_flight,
+            released,
             streams,
             dtensors,
         ),

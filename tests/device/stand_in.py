@@ -57,8 +57,8 @@ class StandInWork:
     def begun(self) -> bool:
         return self._reached.is_set()
 
-    def late(self, peers: Any) -> tuple[int, ...]:
-        return ()
+    def late(self, peers: Any) -> None:
+        return None
 
     def done(self) -> bool:
         if self.group.aborted:

@@ -51,7 +51,7 @@ def test_moves_by_peer_memory() -> None:
 
 
 def test_failures_by_peer_memory() -> None:
-    by_peer_memory("refusals", "absent", "behind")
+    by_peer_memory("refusals", "absent", "behind", "released")
 
 
 def test_a_killed_rank_by_peer_memory() -> None:

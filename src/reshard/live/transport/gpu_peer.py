@@ -92,6 +92,8 @@ class GpuPeerTransport(Transport):
         self._stream = stream_of(device)
         self._here: dict[int, set[int]] = {}
         """By round, the peers whose messages have come."""
+        self._read_steps: dict[int, int] = {}
+        """The last step of each peer, its reads of this rank's messages, that the stream awaits."""
 
     def label(self, peer: int) -> str:
         return "GPU peer memory"
@@ -118,15 +120,10 @@ class GpuPeerTransport(Transport):
             self._signals, self._entered = CallSignals(watch.call, own), True
             own.write(self._stream, REACHED, watch.call, ENTERED)
             published = self._publish()
-        self._packs, buffer = published.packs, published.buffer
+        version, buffer, self._packs = published
         page, mailbox = own.page, watch.mailbox
-        hello = watch.hello(
-            on_gpu=1,
-            strided=int(self._packs),
-            signals=page.number,
-            table_at=published.version,
-            buffer=buffer.number,
-        )
+        places = {"signals": page.number, "table_at": version, "buffer": buffer.number}
+        hello = watch.hello(on_gpu=1, strided=int(self._packs), **places)
         for peer in self.peers:
             fd = page.fd_for(peer)
             if fd is not None:
@@ -228,8 +225,7 @@ class GpuPeerTransport(Transport):
         """Map the memory of all peers that send, once they have called."""
         hellos, memory = dict(self.watch.inbox.hellos), self._memory
         direct = frozenset(peer for peer in self.peers if not hellos[peer].strided)
-        others = sorted(peer for peer in self.peers if not hellos[peer].signals)
-        if others:
+        if others := sorted(peer for peer in self.peers if not hellos[peer].signals):
             here = f"rank {self.program.rank} reads from GPU to GPU and ranks {others} do not"
             self.watch.fail(Cause("disagree", f'{here}: give check="always" to compare again'))
         make = partial(Pulls.of, self.program, self.peers, direct)
@@ -241,8 +237,7 @@ class GpuPeerTransport(Transport):
                 with self._driver_errors(f"reach the signals of rank {peer}", ValueError, KeyError):
                     signals = memory.map_signals(peer, number)
             self._signals.peers[peer] = signals
-        if pulls.staging_bytes:
-            size = pulls.staging_bytes
+        if size := pulls.staging_bytes:
             self.addends = memory.addends.take(size, self.device, self._stream)
         versions = [hellos[peer].table_at for peer in pulls.numbers]
         staging = 0 if self.addends is None else self.addends.data_ptr()
@@ -377,12 +372,16 @@ class GpuPeerTransport(Transport):
     def end_round(self, round_: Round) -> None:
         """Let the stream wait until peers have read this rank's messages."""
         signals, program = self._signals, self.program
-        call, step = self.watch.call, done_step(round_.number)
+        step = done_step(round_.number)
         with self._driver_errors("wait for other GPUs"):
             for peer in self.peers & round_.sends.keys():
-                signals.peers[peer].wait(self._stream, DONE, call, step)
+                signals.peers[peer].wait(self._stream, DONE, self.watch.call, step)
+                self._read_steps[peer] = step
             if round_.number == program.num_rounds - 1:
-                work = GpuWork(signals, self._memory.mark(self.device))
+                read = [(peer, DONE, step) for peer, step in self._read_steps.items()]
+                mark, waits = self._memory.mark(self.device), [*self._pulls.waits, *read]
+                flags = [peer.flags for peer in self.watch.connections.peers.values()]
+                work = GpuWork(signals, mark, waits, flags)
                 late = "its GPU to come to the move of"
                 self._in_flight.add(work, self.peers, lambda p: f"{late} {program.first_name(p)}")
 
@@ -390,10 +389,10 @@ class GpuPeerTransport(Transport):
         """Let the next call enqueue; after a failure release all streams that wait."""
         if self._closed:
             return
-        self._closed = True
         self._in_flight.end_turn()
         if not ok and self._entered:
             self._signals.abort()
             self._in_flight.give_up()
             with self._memory.using(self.device):
                 self._memory.mark(self.device)
+        self._closed = True  # last: an exception of a signal handler may have come before the abort

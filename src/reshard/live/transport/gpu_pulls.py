@@ -21,7 +21,7 @@ from reshard.live.copy.gpu import TorchCopies
 from reshard.live.program.blocks import CopyList, Place
 from reshard.live.program.messages import Message, lay_out, message_of, on_grid
 from reshard.live.program.rounds import Program, Round, Transfer
-from reshard.live.session.shared_memory import REACHED, CallSignals
+from reshard.live.session.shared_memory import REACHED, AbortFlags, CallSignals
 
 __all__ = [
     "ENTERED", "GpuWork", "PackedRound", "PeerViews", "Pull", "Pulls", "done_step", "round_step",
@@ -73,7 +73,7 @@ class Pull:
         return TorchCopies(self._copies)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class Pulls:
     """Everything that a rank copies in a call."""
 
@@ -92,6 +92,13 @@ class Pulls:
     def staging_bytes(self) -> int:
         """The most that any round stages."""
         return max((pull.staging_bytes for pull in self.later.values()), default=0)
+
+    @cached_property
+    def waits(self) -> list[tuple[int, int, int]]:
+        """The last step that each peer must have reached before a pull: peer, REACHED, step."""
+        pulls = (self.first, *self.later.values())
+        steps = sorted((peer, step) for pull in pulls for peer, step in pull.waits.items())
+        return [(peer, REACHED, step) for peer, step in dict(steps).items()]
 
     def tensor_at(self, base: int) -> tuple[int, int]:
         """The peer and the number of its tensor at a base number of the table."""
@@ -165,8 +172,16 @@ class PeerViews(dict[int, torch.Tensor]):
 class GpuWork:
     """The GPU work of one call, for the thread that watches it."""
 
-    def __init__(self, group: CallSignals, done: Callable[[], bool]) -> None:
-        self.group, self._done = group, done
+    def __init__(
+        self,
+        group: CallSignals,
+        done: Callable[[], bool],
+        waits: Sequence[tuple[int, int, int]],
+        flags: Sequence[AbortFlags],
+    ) -> None:
+        """``waits`` says for which peer's signal, of which kind and step, this rank's stream waits;
+        ``flags`` are those of the other ranks."""
+        self.group, self._done, self._waits, self._flags = group, done, waits, flags
 
     def begun(self) -> bool:
         """Whether this rank's GPU has reached the call."""
@@ -174,13 +189,15 @@ class GpuWork:
 
     def done(self) -> bool:
         """Whether everything was copied, here and by the peers that read from this rank."""
-        # In this order: an abort lets everything pass.
-        done = self._done()
-        if self.group.aborted:
+        # In this order: an abort, also that of a peer, lets everything pass. A peer marks the call
+        # as failed before it releases the streams.
+        done, call = self._done(), self.group.call
+        if self.group.aborted or (done and any(one.has_failed(call) for one in self._flags)):
             raise LiveError("a move between GPUs was aborted")
         return done
 
     def late(self, peers: Collection[int]) -> list[int]:
-        """The peers whose GPU has not reached the call."""
-        of = self.group.peers
-        return [p for p in peers if not of[p].has_come(REACHED, self.group.call, ENTERED)]
+        """The peers whose signals have not come; one of which all have come may have exited."""
+        of, call = self.group.peers, self.group.call
+        late = {p for p, kind, step in self._waits if not of[p].has_come(kind, call, step)}
+        return sorted(late & set(peers))

@@ -59,8 +59,8 @@ class Work(Protocol):
     def done(self) -> bool:
         """Whether it is complete; raises a `LiveError` once it has failed."""
 
-    def late(self, peers: Collection[int]) -> Collection[int]:
-        """The peers whose GPU has not reached it, if that can be seen."""
+    def late(self, peers: Collection[int]) -> Collection[int] | None:
+        """The peers for whose GPU it waits; None if that cannot be seen."""
 
 
 class InFlightCall:
@@ -140,7 +140,10 @@ class InFlightCall:
                 self.watch.wait(missing.of, what, FIRST_PAUSE)
             except ReshardError as error:
                 self.watch.fail_with(error)
+            except Exception as error:  # of CUDA
+                self.watch.fail(Cause.of(error, self.watch.connections.rank))
         except Exception as error:
+            # The call is marked as failed by now: peers whose streams are released know of it.
             known = error if isinstance(error, LiveError) else LiveError(repr(error))
             self._calls.broken = work.group, known
             self.fail(known)
@@ -149,7 +152,7 @@ class InFlightCall:
 def _is_done(work: Work) -> bool:
     try:
         return work.done()
-    except LiveError:
+    except Exception:  # also an error of CUDA
         return False  # `_MissingPeers` finds out why
 
 
@@ -185,7 +188,12 @@ class _MissingPeers:
             self._asked = now
             silent = [peer for peer in self._peers if watch.waits.record_of(peer) is None]
             self._suspects = silent or self._peers
-        return self._work.late(self._peers) or self._suspects
+        late = self._work.late(self._peers)
+        if late is None:
+            return self._suspects
+        # Where nothing is missing, only this rank's GPU has to finish: peers may have exited.
+        here = [peer for peer in self._suspects if peer not in watch.mailbox.lost]
+        return late or here or self._suspects
 
     def _lost(self, error: PeerLostError) -> None:
         """Fail because a connection broke; a socket shows which rank is lost, if on this host."""

@@ -300,12 +300,12 @@ class NcclTransport(Transport):
         """Let the next call enqueue; the session's watcher follows what is in flight."""
         if self._closed:
             return
-        self._closed = True
         self.in_flight.end_turn()
-        if self._far is not None:
-            self._far.close(ok)
         if not ok:
             self.in_flight.give_up()
+        self._closed = True  # not before: an exception of a signal handler must not skip the abort
+        if self._far is not None:
+            self._far.close(ok)
 
     def _round(self, round_: Round) -> _NcclRound:
         """The tables of a round, kept with it."""

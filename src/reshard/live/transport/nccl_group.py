@@ -176,9 +176,8 @@ class NcclWork:
         """Whether this rank's GPU has reached the exchange."""
         return bool(self._reached.query())
 
-    def late(self, peers: object) -> tuple[int, ...]:
+    def late(self, peers: object) -> None:
         """NCCL does not say which peers are late."""
-        return ()
 
     def done(self) -> bool:
         """Whether all messages arrived; raises once the group has failed."""

@@ -1,0 +1,41 @@
+"""What the thread that watches GPU work takes for complete, failed and late; without a GPU."""
+
+import pytest
+
+from reshard.errors import LiveError
+from reshard.live.session.shared_memory import DONE, REACHED, AbortFlags, CallSignals, Signals
+from reshard.live.transport.gpu_pulls import ENTERED, GpuWork, done_step
+from tests.device.stand_in import StandInDriver
+
+CALL = 7
+
+
+def signals_of(num_peers: int) -> CallSignals:
+    driver = StandInDriver()
+    found = CallSignals(CALL, Signals.create(driver))  # type: ignore[arg-type]
+    found.peers = {n: Signals.create(driver) for n in range(1, num_peers + 1)}  # type: ignore[arg-type]
+    return found
+
+
+def test_peers_are_late_until_their_last_awaited_signal_has_come() -> None:
+    """Rank 1 only sends, rank 2 also reads: rank 1 may exit before rank 2 has read."""
+    signals = signals_of(2)
+    waits = [(1, REACHED, ENTERED), (2, REACHED, ENTERED), (2, DONE, done_step(1))]
+    work = GpuWork(signals, lambda: False, waits, [])
+    assert work.late([1, 2]) == [1, 2]
+    signals.peers[1].write(0, REACHED, CALL, ENTERED)
+    signals.peers[2].write(0, REACHED, CALL, ENTERED)
+    signals.peers[2].write(0, DONE, CALL, done_step(0))
+    assert work.late([1, 2]) == [2]
+    signals.peers[2].write(0, DONE, CALL, done_step(1))
+    assert work.late([1, 2]) == []
+
+
+def test_a_stream_that_a_failed_peer_released_is_not_complete() -> None:
+    flags = AbortFlags.create()
+    work = GpuWork(signals_of(1), lambda: True, [], [flags])
+    flags.mark_failed(CALL - 1)
+    assert work.done()
+    flags.mark_failed(CALL)
+    with pytest.raises(LiveError, match="aborted"):
+        work.done()
