@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from reshard.checkpoint.catalog import Catalog, StoredPiece, StoredTensor
@@ -57,17 +58,11 @@ def checked_shape(values: object, where: str, name: str | None = None) -> tuple[
     """
     # Thousands of tensors may share one list of millions: a list that is too long is not visited.
     too_long = isinstance(values, list | tuple) and len(values) > MAX_DIMS
-    if isinstance(values, list | tuple) and not too_long:
-        count = 1
-        for size in values:
-            if type(size) is not int or size < 0:
-                break
-            count *= size or 1
-        else:
-            if count <= MAX_ELEMENTS:
-                return tuple(values)
+    sizes = None if too_long else whole_numbers(values)
+    if sizes is not None and prod(size or 1 for size in sizes) <= MAX_ELEMENTS:
+        return sizes
     about = where if name is None else f"{where}: tensor {quoted(name)}"
-    if not too_long and whole_numbers(values) is None:
+    if not too_long and sizes is None:
         raise DamageError(f"{about} has the shape {shown(values)}: sizes are numbers from 0 on")
     raise DamageError(
         f"{about} has the shape {shown(values)}: no tensor has that many dims or elements"

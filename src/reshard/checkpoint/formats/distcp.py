@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import add, gt
-from typing import TYPE_CHECKING
 
 from reshard.checkpoint.catalog import Catalog, Crc, StoredObject, StoredPiece, StoredTensor
 from reshard.checkpoint.formats.checks import (
@@ -43,9 +42,6 @@ from reshard.checkpoint.storage.local import Range, Storage, check_path
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.layout.box import Box
 from reshard.text import quoted
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["read_distcp_folder"]
 
