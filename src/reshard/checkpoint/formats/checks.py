@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard.checkpoint.catalog import Catalog, StoredPiece, StoredTensor
 from reshard.checkpoint.storage.local import Storage, StoredFile
@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from reshard.rules import Rules
 
 __all__ = [
-    "RANK_METADATA", "Findings", "LocalTensor", "Reading", "checked_shape", "is_distcp",
-    "missing_parts", "rank_of", "shown", "whole_numbers", "whole_tensors",
+    "RANK_METADATA", "Findings", "LocalTensor", "Reading", "checked_shape", "first_of_each",
+    "is_distcp", "missing_parts", "rank_of", "shown", "whole_numbers", "whole_tensors",
 ]  # fmt: skip
+
+Value = TypeVar("Value")
 
 _PLAIN = (int, float, str, bool, type(None))
 MAX_SHOWN = 8
@@ -191,6 +193,15 @@ class LocalTensor:
     offset: int
     storage: str = ""
     """The member of the archive that holds it; empty outside of archives."""
+
+
+def first_of_each(mappings: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
+    """The entries of all mappings; where several have a name, the first wins."""
+    found: dict[str, Value] = {}
+    for mapping in mappings:
+        for name, value in mapping.items():
+            found.setdefault(name, value)
+    return found
 
 
 _whole = lru_cache(maxsize=4096)(Box.whole)  # one object per shape: many tensors have the same

@@ -27,7 +27,7 @@ from reshard.checkpoint.formats.checks import (
     shown,
     whole_numbers,
 )
-from reshard.checkpoint.formats.torch.archive import Archive, read_archives
+from reshard.checkpoint.formats.torch.archive import Archive, each_archive
 from reshard.checkpoint.formats.torch.tensors import (
     View,
     Visits,
@@ -49,8 +49,6 @@ METADATA = ".metadata"
 MAX_METADATA = 1 << 29
 MAX_PICKLE = 1 << 16
 """Bytes of the pickle of one tensor, which has a few hundred, and of its archive's directory."""
-BATCH = 1024
-"""Archives that are read together."""
 CHUNK_BYTES = 16
 """The least bytes of metadata per chunk, unless tensors share a list of chunks."""
 MAX_PATH = 1 << 12
@@ -341,32 +339,19 @@ def _pieces(
     crcs: list[Crc] = []
     views: dict[bytes, View] = {}
     order = sorted(chunks, key=lambda chunk: chunk.range)
-    for first in range(0, len(order), BATCH):
-        batch = order[first : first + BATCH]
-        for chunk, archive in zip(batch, _archives(storage, batch, findings), strict=True):
-            with findings.noting():
-                if archive is not None:
-                    file = numbers[chunk.range[0]]
-                    piece = _piece(chunk, archive, file, views)
-                    pieces.setdefault(chunk.tensor, []).append(piece)
-                    crcs += archive.crcs(file)
+    archives = each_archive(storage, [chunk.range for chunk in order], MAX_PICKLE)
+    for chunk, archive in zip(order, archives, strict=True):
+        with findings.noting():
+            if isinstance(archive, CheckpointError):
+                held = f"it holds {chunk.box} of {quoted(chunk.tensor)}"
+                raise type(archive)(f"{archive}; {held}")
+            file = numbers[chunk.range[0]]
+            piece = _piece(chunk, archive, file, views)
+            pieces.setdefault(chunk.tensor, []).append(piece)
+            crcs += archive.crcs(file)
     for held in pieces.values():
         held.sort(key=lambda piece: piece.box)
     return pieces, crcs
-
-
-def _archives(
-    storage: Storage, batch: Sequence[_Chunk], findings: Findings
-) -> Sequence[Archive | None]:
-    """The archives of a batch; one by one if one of them is damaged."""
-    try:
-        return read_archives(storage, [chunk.range for chunk in batch], MAX_PICKLE)
-    except (DamageError, UnsupportedError) as error:
-        if len(batch) == 1:
-            note = findings.found if isinstance(error, DamageError) else findings.refuse
-            note(f"{error}; it holds {batch[0].box} of {quoted(batch[0].tensor)}")
-            return [None]
-    return [_archives(storage, [chunk], findings)[0] for chunk in batch]
 
 
 def _piece(chunk: _Chunk, archive: Archive, file: int, views: dict[bytes, View]) -> StoredPiece:

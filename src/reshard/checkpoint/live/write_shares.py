@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.live.entries import Held, RankBoxes, View, part_of
-from reshard.checkpoint.output import Output, Owned, Wanted, owned_boxes
+from reshard.checkpoint.output import Output, OwnedBox, Wanted, owned_boxes
 from reshard.checkpoint.piece_table import slabs
 from reshard.checkpoint.storage.output_files import OutputFiles
 from reshard.checkpoint.transfer.copying import Done, Sum, sums_of
@@ -34,36 +34,35 @@ STEP = 1 << 30
 """Bytes after which the ranks agree, so that none waits long without a sign of the others."""
 
 
-def owners_of(specs: Mapping[str, TensorSpec]) -> dict[str, Owned]:
+def owners_of(specs: Mapping[str, TensorSpec]) -> dict[str, list[OwnedBox]]:
     """The rank that writes each distinct box of every tensor: one that holds it, in equal shares.
 
     >>> from reshard.layout.mesh import Mesh
     >>> specs = {name: TensorSpec((size,), "float32", Layout(Mesh(dp=2), "-"))
     ...          for name, size in [("a", 6), ("b", 1), ("c", 5)]}
-    >>> {name: owned.ranks.tolist() for name, owned in owners_of(specs).items()}
+    >>> {name: [box.rank for box in boxes] for name, boxes in owners_of(specs).items()}
     {'a': [0], 'b': [1], 'c': [1]}
     """
     owned = {
-        name: owned_boxes(name, Wanted(spec.shape, spec.dtype, spec.layout), number)
+        name: [*owned_boxes(name, Wanted(spec.shape, spec.dtype, spec.layout), number)]
         for number, (name, spec) in enumerate(specs.items())
     }
     loads = LeastLoaded(rank for spec in specs.values() for rank in spec.layout.ranks)
     choices = []
     for name, spec in specs.items():
-        shapes = owned[name].stops - owned[name].starts
-        sizes = shapes.prod(axis=1) * itemsize(spec.dtype)
-        if not sizes.any():
+        if not spec.num_bytes:
             continue
         listed = listed_of(spec.layout, spec.shape)
+        sizes = (listed.stops - listed.starts).prod(axis=1) * itemsize(spec.dtype)
         shared = np.diff(listed.first) > 1
         for box in np.flatnonzero(~shared).tolist():
-            loads.loads[int(owned[name].ranks[box])] += int(sizes[box])
+            loads.loads[owned[name][box].rank] += int(sizes[box])
         choices += [
             (-int(sizes[box]), name, box, listed.of(box)) for box in np.flatnonzero(shared).tolist()
         ]
-        owned[name] = replace(owned[name], ranks=owned[name].ranks.copy())
     for size, name, box, holders in sorted(choices, key=lambda one: one[:3]):
-        owned[name].ranks[box] = loads.choose(sorted(holders.tolist()), -size)
+        rank = loads.choose(sorted(holders.tolist()), -size)
+        owned[name][box] = owned[name][box]._replace(rank=rank)
     return owned
 
 
@@ -91,7 +90,7 @@ class SavePlan:
     """What is to be saved, equal on all ranks."""
 
     specs: Mapping[str, TensorSpec]
-    owned: Mapping[str, Owned]
+    owned: Mapping[str, Sequence[OwnedBox]]
     output: Output
     writers: Mapping[int, int]
     """The rank that writes the header and other known bytes of each file."""
@@ -190,7 +189,9 @@ class Writer:
         return flat.view(f"V{part.element_size()}").reshape(task.box.shape)
 
 
-def writers_of(output: Output, owned: Mapping[str, Owned], first: int) -> dict[int, int]:
+def writers_of(
+    output: Output, owned: Mapping[str, Sequence[OwnedBox]], first: int
+) -> dict[int, int]:
     """The rank that writes each file: that of its boxes, or the first one."""
     found = dict.fromkeys(range(len(output.files)), first)
     for name, tensor in output.tensors.items():
