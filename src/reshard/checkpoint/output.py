@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reshard.checkpoint.catalog import StoredObject
-from reshard.checkpoint.piece_table import Pieces
+from reshard.checkpoint.catalog import StoredObject, StoredTensor
 from reshard.checkpoint.storage.local import TENSOR_FILES, StoredFile
 from reshard.dtypes import itemsize
 from reshard.errors import CoverageError, LayoutError
@@ -68,17 +67,15 @@ class ObjectCopy:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class OutputTensor:
+class OutputTensor(StoredTensor):
     """A tensor of the output, and the places of its pieces."""
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    pieces: Pieces
+    around: tuple[tuple[bytes, bytes], ...] = ()
+    """The bytes before and after each piece in its file, if the format has such."""
 
     def literals(self) -> Iterator[Literal]:
         """The bytes before and after each piece, as literals."""
-        for piece, (head, tail) in zip(self.pieces.pieces, self.pieces.around, strict=False):
+        for piece, (head, tail) in zip(self.pieces, self.around, strict=False):
             yield Literal(piece.file, piece.offset - len(head), head)
             yield Literal(piece.file, piece.offset + piece.num_bytes(self.dtype), tail)
 

@@ -28,7 +28,7 @@ from reshard.checkpoint.catalog import StoredPiece
 from reshard.layout.box import Box
 from reshard.layout.columns import Ints
 
-__all__ = ["Extent", "PieceTable", "Pieces", "extents", "slabs"]
+__all__ = ["Extent", "PieceTable", "extents", "slabs"]
 
 
 _COLUMNS = ("files", "offsets", "starts", "stops", "strides")
@@ -152,35 +152,6 @@ class PieceTable:
         starts[:, :inner] += at
         stops[:, :inner] = starts[:, :inner] + 1
         return self.clipped(np.full(len(at), row), starts, stops)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Pieces:
-    """Pieces as objects, which take less memory than a table if there are only one or two."""
-
-    num_dims: int
-    itemsize: int
-    pieces: tuple[StoredPiece, ...]
-    around: tuple[tuple[bytes, bytes], ...] = ()
-    """The bytes before and after each piece in its file, if the format has such."""
-
-    def __len__(self) -> int:
-        return len(self.pieces)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the elements of all pieces."""
-        return sum(piece.box.size for piece in self.pieces) * self.itemsize
-
-    def fingerprint(self) -> bytes:
-        """Bytes that are equal for tables with equal rows."""
-        return repr(
-            [(p.file, p.offset, p.box.start, p.box.stop, p.strides) for p in self.pieces]
-        ).encode()
-
-    def table(self) -> PieceTable:
-        """The pieces as a table."""
-        return PieceTable.of(self.pieces, self.num_dims, self.itemsize)
 
 
 def joined(parts: Sequence[PieceTable]) -> PieceTable:

@@ -143,7 +143,7 @@ def plan_conversion(
     shapes = {name: tensor.shape for name, tensor in output.tensors.items()}
     for name, feeds, zeros in feeds_for(shapes, have, names):
         one, fed = output.tensors[name], source_tensors(catalog, feeds)
-        transfers.append(transfer_of(name, one.shape, one.dtype, fed, one.pieces, zeros))
+        transfers.append(transfer_of(name, one.shape, one.dtype, fed, one, zeros))
         if zeros or feeds != [Feed(name)]:
             renamed.add(name)
     output, others = _with_others(output, catalog, format)

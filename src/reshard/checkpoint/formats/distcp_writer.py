@@ -39,7 +39,6 @@ from reshard.checkpoint.output import (
     Wanted,
     owned_boxes,
 )
-from reshard.checkpoint.piece_table import Pieces
 from reshard.checkpoint.storage.local import StoredFile
 from reshard.dtypes import itemsize
 from reshard.layout.box import Box, row_major
@@ -309,9 +308,9 @@ def distcp(
             around.append((_padded(archive.head, skipped), archive.tail))
             pieces.append(StoredPiece(box, file, offset + archive.data_offset, strides))
             chunks.append(chunk)
-        size = itemsize(wanted.dtype)
-        placed = Pieces(len(wanted.shape), size, tuple(pieces), tuple(around))
-        outputs[name] = OutputTensor(name, wanted.shape, wanted.dtype, placed)
+        outputs[name] = OutputTensor(
+            name, wanted.shape, wanted.dtype, tuple(pieces), around=tuple(around)
+        )
         described = {"properties": _properties(wanted.dtype), "size": _size(wanted.shape)}
         plan.states[name] = Instance(_TENSOR, {**described, "chunks": chunks})
     copies = [ObjectCopy(one, *plan.add_bytes(one.name, one.size)) for one in objects]

@@ -173,7 +173,7 @@ class Writer:
         mine = {start for start, _, rank in self._plan.owned[name] if rank == self._rank}
         views = self._rank_boxes.views(self._held[name], self._rank) if mine else []
         size = itemsize(spec.dtype)
-        for piece in pieces.pieces:
+        for piece in pieces:
             at, whole = piece.offset, piece.box
             for box in slabs(whole, WINDOW // size) if whole.start in mine else ():
                 view = next(view for view in views if whole in view[0])
@@ -196,6 +196,6 @@ def writers_of(
     found = dict.fromkeys(range(len(output.files)), first)
     for name, tensor in output.tensors.items():
         by_start = {start: rank for start, _, rank in owned[name]}
-        for piece in tensor.pieces.pieces:
+        for piece in tensor.pieces:
             found[piece.file] = by_start[piece.box.start]
     return found

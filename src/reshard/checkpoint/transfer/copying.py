@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from reshard.checkpoint.catalog import StoredPiece, StoredTensor
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import CHUNK, checksum
 from reshard.checkpoint.integrity.crcs import Part
-from reshard.checkpoint.piece_table import Pieces, PieceTable
+from reshard.checkpoint.output import OutputTensor
+from reshard.checkpoint.piece_table import PieceTable
 from reshard.checkpoint.storage.local import LocalStorage
 from reshard.checkpoint.storage.output_files import BLOCK, OutputFiles
 from reshard.checkpoint.transfer.packing import CELLS, Pack, Packed, Placed, joined_writes
@@ -134,7 +136,7 @@ class Copier:
     ) -> None:
         """Copy whole small tensors together."""
         transfers = [self.transfers[which] for which in numbers]
-        small = [Packed.of(t.shape, t.have, _pieces(t.stored).pieces) for t in transfers]
+        small = [Packed.of(t.shape, t.have, _pieces(t.stored)) for t in transfers]
         pack = Pack.of(small, buffers.window)
         pack.read(buffers.scratch, reads)
         if any(transfer.have != transfer.want for transfer in transfers):
@@ -241,14 +243,14 @@ def _drain(
         writes.write(extent.file, extent.start, filled.data)
 
 
-def _pieces(held: PieceTable | Pieces) -> Pieces:
-    assert isinstance(held, Pieces)  # as those of all tensors that are packed
-    return held
+def _pieces(held: PieceTable | StoredTensor) -> Sequence[StoredPiece]:
+    assert isinstance(held, StoredTensor)  # as those of all tensors that are packed
+    return held.pieces
 
 
 def _cast_pack(pack: Pack, transfers: Sequence[Transfer], buffers: Buffers) -> Pack:
     """The pack in the dtypes of the output."""
-    small = [Packed.of(t.shape, t.want, _pieces(t.written).pieces) for t in transfers]
+    small = [Packed.of(t.shape, t.want, _pieces(t.written)) for t in transfers]
     result = Pack.of(small, buffers.cast)
     kinds = groupby(range(len(transfers)), key=lambda n: (transfers[n].have, transfers[n].want))
     for (have, want), group in kinds:
@@ -267,7 +269,7 @@ def _cast_pack(pack: Pack, transfers: Sequence[Transfer], buffers: Buffers) -> P
 
 def _placed(pack: Pack, transfers: Sequence[Transfer]) -> Iterator[Placed]:
     """All writes of a pack in the order of the files: boxes, with the bytes around them."""
-    places = [_pieces(transfer.written) for transfer in transfers]
+    places = [one.written for one in transfers if isinstance(one.written, OutputTensor)]
     order = [
         (piece.file, piece.offset, number, which)
         for number, held in enumerate(places)

@@ -25,7 +25,8 @@ from math import prod
 import numpy as np
 
 from reshard.checkpoint.catalog import Catalog, StoredTensor
-from reshard.checkpoint.piece_table import Pieces, PieceTable, joined, slabs
+from reshard.checkpoint.output import OutputTensor
+from reshard.checkpoint.piece_table import PieceTable, joined, slabs
 from reshard.checkpoint.transfer.packing import SMALL, tiles
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, CoverageError, DamageError, PlanError
@@ -63,11 +64,11 @@ class Transfer:
     """The dtype in the source."""
     want: str
     """The dtype in the output."""
-    stored: PieceTable | Pieces
+    stored: PieceTable | StoredTensor
     """Every element once, in the coordinates of the output tensor."""
     replicas: PieceTable
     """Elements that the source holds a second time; they must be equal."""
-    written: PieceTable | Pieces
+    written: PieceTable | OutputTensor
     """Where the elements are written."""
     regions: tuple[Box, ...]
     """Boxes that are split into windows: the whole tensor, or the output pieces one by one."""
@@ -88,12 +89,12 @@ class Transfer:
     @property
     def source(self) -> PieceTable:
         """Where the elements are stored, as a table."""
-        return self.stored if isinstance(self.stored, PieceTable) else self.stored.table()
+        return _table(self.stored)
 
     @property
     def destination(self) -> PieceTable:
         """Where the elements are written, as a table."""
-        return self.written if isinstance(self.written, PieceTable) else self.written.table()
+        return _table(self.written)
 
     @property
     def source_bytes(self) -> int:
@@ -107,7 +108,7 @@ class Transfer:
 
     def is_packed(self, num_bytes: int) -> bool:
         """Whether the tensor is copied in a pack of this many bytes: see ``packing``."""
-        is_small = isinstance(self.stored, Pieces)
+        is_small = isinstance(self.stored, StoredTensor)
         return is_small and (num_bytes >= SMALL or self.most_bytes <= num_bytes)
 
     @property
@@ -123,8 +124,16 @@ class Transfer:
         return (window for region in self.regions for window in slabs(region, limit))
 
 
-def _num_bytes(held: PieceTable | Pieces) -> int:
-    return held.num_bytes if isinstance(held, Pieces) else int(held.num_bytes.sum())
+def _table(held: PieceTable | StoredTensor) -> PieceTable:
+    if isinstance(held, PieceTable):
+        return held
+    return PieceTable.of(held.pieces, len(held.shape), itemsize(held.dtype))
+
+
+def _num_bytes(held: PieceTable | StoredTensor) -> int:
+    if isinstance(held, PieceTable):
+        return int(held.num_bytes.sum())
+    return sum(piece.num_bytes(held.dtype) for piece in held.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,20 +165,20 @@ def transfer_of(
     shape: tuple[int, ...],
     want: str,
     fed: Sequence[SourceTensor],
-    destination: PieceTable | Pieces,
+    destination: PieceTable | OutputTensor,
     zeros: Sequence[Box] = (),
 ) -> Transfer:
     """Check that the source holds every element of an output tensor, and plan its windows."""
     have = one_dtype(name, fed, want)
-    if isinstance(destination, Pieces):
+    if isinstance(destination, OutputTensor):
         # Boxes whose rows alternate in a file are written row by row.
         runs = all(piece.is_contiguous for piece in destination.pieces)
         size = prod(shape) * max(itemsize(have), itemsize(want))
         if runs and 0 < size <= SMALL and _is_plain(shape, fed):
             none = PieceTable.none(len(shape), itemsize(have))
-            stored = Pieces(len(shape), itemsize(have), fed[0].tensor.pieces)
+            stored = fed[0].tensor
             return Transfer(name, shape, have, want, stored, none, destination, _whole(shape))
-        destination = destination.table()
+    destination = _table(destination)
     source, replicas = source_of(name, shape, fed, zeros)
     regions = _regions(shape, source, destination)
     return Transfer(name, shape, have, want, source, replicas, destination, regions, bool(zeros))

@@ -17,7 +17,6 @@ from reshard.checkpoint.formats.safetensors.header import (
     offsets_text,
 )
 from reshard.checkpoint.output import Literal, Output, OutputTensor, Wanted, owned_boxes
-from reshard.checkpoint.piece_table import Pieces
 from reshard.checkpoint.storage.local import StoredFile
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, LayoutError, TargetError
@@ -184,10 +183,10 @@ def _assemble(
             for piece in file.pieces[name]:
                 offset = built.offsets[name] + piece.offset * size
                 pieces[name].append(StoredPiece(piece.box, number, offset, piece.strides))
-    placed = {}
-    for name, wanted in tensors.items():
-        held = Pieces(len(wanted.shape), itemsize(wanted.dtype), tuple(pieces[name]))
-        placed[name] = OutputTensor(name, wanted.shape, wanted.dtype, held)
+    placed = {
+        name: OutputTensor(name, wanted.shape, wanted.dtype, tuple(pieces[name]))
+        for name, wanted in tensors.items()
+    }
     return Output(tuple(stored), placed, tuple(literals), metadata=kept)
 
 
