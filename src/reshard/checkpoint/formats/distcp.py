@@ -31,7 +31,6 @@ from reshard.checkpoint.formats.torch.archive import Archive, each_archive
 from reshard.checkpoint.formats.torch.tensors import (
     View,
     Visits,
-    allow_tensors,
     dtype_of,
     is_plain,
     is_tensor,
@@ -166,7 +165,7 @@ def _read_metadata(reading: Reading, path: str) -> Catalog:
     where, size = storage.where(path), storage.size(path)
     if size > MAX_METADATA:
         raise UnsupportedError(f"{where} has {size} bytes, at most {MAX_METADATA} are read")
-    metadata = unpickle(storage.read(path, 0, size), allow_tensors, where)
+    metadata = unpickle(storage.read(path, 0, size), where)
     # The class may be a subclass of torch's, as Megatron's is.
     described = metadata.field("state_dict_metadata") if isinstance(metadata, Record) else None
     if not isinstance(described, dict):
@@ -358,7 +357,7 @@ def _piece(chunk: _Chunk, archive: Archive, file: int, views: dict[bytes, View])
     where = f"{archive.where}: {quoted(chunk.tensor)}"
     view = views.get(archive.pickle)
     if view is None:  # archives of one shape have the same pickle
-        record = unpickle(archive.pickle, allow_tensors, where)
+        record = unpickle(archive.pickle, where)
         if not is_tensor(record):
             raise DamageError(f"{where} is no tensor")
         view = view_of(record, where)

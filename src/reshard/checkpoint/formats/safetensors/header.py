@@ -54,7 +54,7 @@ from reshard.text import quoted
 
 __all__ = [
     "KEY", "SHARDING", "BuiltHeader", "Header", "OwnMetadata", "OwnTensor", "build_header",
-    "header_length", "offsets_text", "parse_header", "read_json",
+    "header_length", "parse_header", "read_json",
 ]  # fmt: skip
 
 MAX_HEADER = 100_000_000
@@ -285,12 +285,3 @@ class OwnMetadata:
                 raise DamageError(f"{where}: the layout of tensor {quoted(name)} is no text")
             found[name] = OwnTensor(checked_shape(value.get("shape"), where, name), layout)
         return cls(file, files, mesh, rank, found)
-
-
-def offsets_text(offsets: Mapping[str, tuple[int, ...]]) -> str:
-    """The value of torch's key: the offset of each tensor of a file in the global one.
-
-    >>> offsets_text({"w": (4, 0)})
-    '{"w": {"saved_offsets": [4, 0]}}'
-    """
-    return json.dumps({name: {"saved_offsets": list(at)} for name, at in offsets.items()})

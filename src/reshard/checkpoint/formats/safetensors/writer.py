@@ -14,7 +14,6 @@ from reshard.checkpoint.formats.safetensors.header import (
     OwnMetadata,
     OwnTensor,
     build_header,
-    offsets_text,
 )
 from reshard.checkpoint.output import Literal, Output, OutputTensor, Wanted, owned_boxes
 from reshard.checkpoint.storage.local import StoredFile
@@ -172,7 +171,8 @@ def _assemble(
             about = OwnMetadata(number + 1, len(files), own or None, file.rank, described)
             extra[KEY] = about.to_text()
             if file.rank is None:
-                extra |= {SHARDING: offsets_text(file.offsets), "DCP_VERSION": "1.0"}
+                offsets = {name: {"saved_offsets": at} for name, at in file.offsets.items()}
+                extra |= {SHARDING: json.dumps(offsets), "DCP_VERSION": "1.0"}
         built = build_header(
             {name: file.tensors[name] for name in order}, {"format": "pt", **kept, **extra}
         )

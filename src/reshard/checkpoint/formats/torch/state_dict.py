@@ -33,7 +33,6 @@ from reshard.checkpoint.formats.checks import (
 from reshard.checkpoint.formats.torch.archive import Archive, read_archives
 from reshard.checkpoint.formats.torch.tensors import (
     Visits,
-    allow_tensors,
     as_json,
     is_plain,
     is_tensor,
@@ -171,7 +170,7 @@ def read_torch_file(
 ) -> Content:
     """The tensors and plain values of one ``torch.save`` file, which has this number."""
     [archive] = read_archives(storage, [(file.path, 0, file.size)])
-    value = unpickle(archive.pickle, allow_tensors, archive.where)
+    value = unpickle(archive.pickle, archive.where)
     check_no_zero(value, archive.where)
     content = Content(crcs=archive.crcs(number))
     visits = Visits(min(MAX_ENTRIES, MAX_SHARED + ENTRIES * len(archive.pickle)))

@@ -14,7 +14,6 @@ and its pickle are bounded by the size of the file.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -31,7 +30,7 @@ from reshard.layout.box import row_major
 from reshard.text import format_bytes
 
 __all__ = [
-    "STORAGE_DTYPES", "View", "Visits", "allow_tensors", "as_json", "dtype_of",
+    "STORAGE_DTYPES", "View", "Visits", "as_json", "dtype_of",
     "is_plain", "is_tensor", "object_texts", "view_of",
 ]  # fmt: skip
 
@@ -54,32 +53,6 @@ EXPANDED = 64
 SMALL = 1 << 20
 """A tensor may be 64 times larger than its storage (expanded along a dim), or have 1 MiB: enough
 for masks and positions, too little for a small file to stand for terabytes."""
-
-_HARMLESS = {
-    "argparse.Namespace", "types.SimpleNamespace", "collections.OrderedDict",
-    "collections.defaultdict", "collections.deque", "collections.Counter", "_codecs.encode",
-    "copyreg._reconstructor", "copyreg.__newobj__", "_io.BytesIO", "_io.StringIO",
-    *(f"datetime.{name}" for name in ("date", "datetime", "time", "timedelta", "timezone")),
-    "zoneinfo.ZoneInfo._unpickle", "zoneinfo._common.ZoneInfo._unpickle", "decimal.Decimal",
-    "fractions.Fraction", "uuid.UUID", "uuid.SafeUUID", "functools.partial",
-    *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in (
-        "Path", "PurePath", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")),
-    *(f"{module}.{name}" for module in ("builtins", "__builtin__") for name in (
-        "set", "frozenset", "slice", "range", "complex", "bytearray", "int", "float", "str",
-        "bool", "list", "dict", "tuple", "object", "bytes")),
-}  # fmt: skip
-"""Names of the standard library that occur in checkpoints of training runs."""
-
-
-def allow_tensors(module: str, name: str) -> bool:
-    """Names that the pickle of a training run may have.
-
-    Nothing is called, so a user's class is only a record that is not interpreted. Names that only
-    an attack has (``os.system``, ``builtins.eval``) are an error.
-    """
-    top = module.partition(".")[0]
-    known = top in sys.stdlib_module_names or top in ("__builtin__", "nt")
-    return not known or f"{module}.{name}" in _HARMLESS
 
 
 def is_tensor(value: object) -> bool:
@@ -268,7 +241,7 @@ def object_texts(storage: Storage, catalog: Catalog) -> Mapping[str, str]:
         try:
             if isinstance(archive, CheckpointError):
                 raise archive
-            value = unpickle(archive.pickle, allow_tensors, archive.where)
+            value = unpickle(archive.pickle, archive.where)
         except UnsupportedError:
             continue
         except DamageError:
