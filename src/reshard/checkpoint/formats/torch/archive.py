@@ -15,8 +15,9 @@ a sequence of such archives, so an archive is a range of a file.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple
 from zlib import crc32
@@ -112,13 +113,12 @@ def each_archive(
     """The archives in these ranges, many read together; an error for each that cannot be read."""
     for first in range(0, len(ranges), BATCH):
         batch = ranges[first : first + BATCH]
-        found: list[Archive | DamageError | UnsupportedError] = []
+        found: Iterable[Archive | DamageError | UnsupportedError]
         try:
-            found += read_archives(storage, batch, largest)
+            found = read_archives(storage, batch, largest)
         except (DamageError, UnsupportedError) as error:
-            for one in batch if len(batch) > 1 else ():
-                found += each_archive(storage, [one], largest)
-            found = found or [error]
+            one_by_one = (each_archive(storage, [one], largest) for one in batch)
+            found = chain.from_iterable(one_by_one) if len(batch) > 1 else [error]
         yield from found
 
 
