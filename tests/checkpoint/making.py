@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from reshard.checkpoint.integrity.checksums import SIDECAR, Checksums, Recorder
+from reshard.checkpoint.integrity.checksums import SIDECAR, Checksums, ChunkSum, Recorder, checksum
 from reshard.checkpoint.integrity.digest import finish, part
 from reshard.layout.box import Box
 
@@ -78,7 +78,7 @@ def write_sharded(
         (folder / path).write_bytes(content)
         sizes[path] = len(content)
         for at in range(0, len(content), checksums or len(content)):
-            recorder.add(path, at, content[at : at + (checksums or len(content))])
+            record(recorder, path, at, content[at : at + (checksums or len(content))])
     if checksums is not None:
         digests = {
             name: finish(
@@ -88,6 +88,11 @@ def write_sharded(
         }
         sidecar = Checksums(recorder.finish(sizes), digests)
         (folder / SIDECAR).write_bytes(sidecar.to_bytes())
+
+
+def record(recorder: Recorder, path: str, offset: int, data: bytes) -> None:
+    """Record bytes that are written at an offset."""
+    recorder.put(path, [ChunkSum(offset, offset + len(data), checksum(data))])
 
 
 def random_array(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray[Any, Any]:

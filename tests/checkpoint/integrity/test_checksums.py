@@ -25,7 +25,9 @@ from reshard.checkpoint.integrity.checksums import (
     FileSums,
     Recorder,
 )
+from reshard.checkpoint.transfer.copying import sums_of
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
+from tests.checkpoint.making import record
 from tests.soak import cases
 
 DATA = bytes(range(200)) * 5
@@ -41,7 +43,7 @@ def ranges(size: int) -> st.SearchStrategy[list[tuple[int, int]]]:
 def recorded(data: bytes, parts: list[tuple[int, int]]) -> Checksums:
     recorder = Recorder()
     for start, stop in parts:
-        recorder.add("f", start, data[start:stop])
+        record(recorder, "f", start, data[start:stop])
     return Checksums(recorder.finish({"f": len(data)}), {"w": "00ff"})
 
 
@@ -91,9 +93,9 @@ def test_a_chunk_seen_in_part_is_read_again() -> None:
 
 
 def test_long_writes_become_chunks() -> None:
-    data = bytes(2 * checksums.CHUNK + 5)
-    sums = recorded(data, [(0, len(data))]).files["f"]
-    assert sums.ends == (checksums.CHUNK, 2 * checksums.CHUNK, len(data))
+    data = memoryview(bytes(2 * checksums.CHUNK + 5))
+    ends = [stop for _, _, stop, _ in sums_of(0, 0, data)]
+    assert ends == [checksums.CHUNK, 2 * checksums.CHUNK, len(data)]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_bytes_forgotten_or_written_twice_are_noticed(
 ) -> None:
     recorder = Recorder()
     for start, stop in parts:
-        recorder.add("f", start, bytes(stop - start))
+        record(recorder, "f", start, bytes(stop - start))
     with pytest.raises(CheckpointError, match=words):
         recorder.finish({"f": 10})
 

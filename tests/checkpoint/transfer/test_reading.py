@@ -22,7 +22,14 @@ from reshard.checkpoint.transfer.windows import Budget, Buffers, Source, bits_di
 from reshard.dtypes import ITEMSIZE, itemsize
 from reshard.errors import CoverageError, DamageError, MemoryCapError
 from reshard.layout.box import Box
-from tests.checkpoint.making import cut, disjoint_boxes, overlapping_boxes, random_array, raw
+from tests.checkpoint.making import (
+    cut,
+    disjoint_boxes,
+    overlapping_boxes,
+    random_array,
+    raw,
+    record,
+)
 from tests.soak import cases
 
 SHAPES = [(), (0,), (7,), (40,), (6, 5), (3, 0, 2), (4, 3, 5), (12, 17)]
@@ -45,7 +52,7 @@ def stored(
             data = bytes(number % 5) + raw(piece) + b"end"
             path = f"{number}.bin"
             Path(folder, path).write_bytes(data)
-            recorder.add(path, 0, data)
+            record(recorder, path, 0, data)
             files.append(StoredFile(path, len(data)))
             pieces.append(StoredPiece(box, number, number % 5, tuple(strides)))
         tensor = StoredTensor("w", array.shape, dtype, tuple(pieces))
