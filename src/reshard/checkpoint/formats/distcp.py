@@ -342,8 +342,8 @@ def _pieces(
     for chunk, archive in zip(order, archives, strict=True):
         with findings.noting():
             if isinstance(archive, CheckpointError):
-                held = f"it holds {chunk.box} of {quoted(chunk.tensor)}"
-                raise type(archive)(f"{archive}; {held}")
+                content = f"it holds {chunk.box} of {quoted(chunk.tensor)}"
+                raise type(archive)(f"{archive}; {content}")
             file = numbers[chunk.range[0]]
             piece = _piece(chunk, archive, file, views)
             pieces.setdefault(chunk.tensor, []).append(piece)

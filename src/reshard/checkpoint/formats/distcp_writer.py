@@ -315,9 +315,9 @@ def distcp(
         plan.states[name] = Instance(_TENSOR, {**described, "chunks": chunks})
     copies = [ObjectCopy(one, *plan.add_bytes(one.name, one.size)) for one in objects]
     for name, value in (values or {}).items():
-        archive = ArchiveWriter(pickled(value))  # as torch.save writes it
-        archive.finish()
-        plan.add_bytes(name, len(archive.out), bytes(archive.out))
+        writer = ArchiveWriter(pickled(value))  # as torch.save writes it
+        writer.finish()
+        plan.add_bytes(name, len(writer.out), bytes(writer.out))
     files = [StoredFile(plan.names[rank], plan.sizes[at]) for rank, at in plan.numbers.items()]
     paths = nesting or {}
     state = {
