@@ -282,7 +282,7 @@ class _Side:
             return None
 
         right = [path for path in checksums.files if path not in wrong]
-        for path, error in in_order(work, right, budget.workers, lambda: None):
+        for path, error in in_order(work, right, budget.workers):
             if error is not None:
                 self._add(Problem("unreadable", str(error), file=path))
             self.checked_bytes += checksums.files[path].size

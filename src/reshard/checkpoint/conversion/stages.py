@@ -166,7 +166,7 @@ def convert(
     ``source_mesh`` and ``source_rules`` describe rank files that do not record their layout.
     """
     request = Request(**locals())
-    wanted = LayoutRequest.of(mesh, rules, layouts, dtype, fsdp, replicate)
+    wanted = LayoutRequest.of(request)
     with open_storage(request.src) as storage:
         with collector_paused():
             known = as_rules(source_rules, storage)
@@ -200,7 +200,7 @@ def _convert(request: Request, plan: ConversionPlan, storage: Storage) -> Conver
         return _report(request, place, plan, budget, time.monotonic() - started)
     sums = load_checksums(storage) if request.checksums else None
     if sums is not None and team.leads:
-        check_outside_tensors(storage, plan.catalog, sums)
+        check_outside_tensors(storage, plan.catalog, sums, budget.workers)
     with ExitStack() as stack:
         if team.leads:
             request.check_destination(place, plan.paths)

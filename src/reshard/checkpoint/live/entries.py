@@ -252,8 +252,7 @@ class CatalogSummary:
             records = Crcs(catalog.crcs)
             spans = ((p.file, *p.span(t.dtype)) for t in wanted.values() for p in t.pieces)
             crcs = records.chosen({which for span in spans for which in records.touching(*span)})
-        root, format, files, notes = catalog.root, catalog.format, catalog.files, catalog.notes
-        part = Catalog(root, format, files, wanted, crcs=tuple(crcs), notes=notes)
+        part = replace(catalog, tensors=wanted, crcs=tuple(crcs))
         known = {name: self.digests[name] for name in wanted if name in self.digests}
         return CatalogSummary(part, tuple(sorted(catalog.tensors.keys() - wanted.keys())), known)
 

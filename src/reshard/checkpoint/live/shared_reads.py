@@ -103,14 +103,13 @@ class ShareReader:
                 found.append(ShareData(share, boxes, local))
         tasks = [(one, box, part) for one in found for box, part in one.parts()]
         workers = LOCAL_WORKERS if self.source.storage.is_local else REMOTE_WORKERS
-        values: dict[str, int] = {}
+        values = Counter[str]()
         done = in_order(self._read, tasks, workers, lambda: np.empty(SCRATCH, dtype=np.uint8))
         for (one, box, _), array in done:
             name = one.share.name
             if name in self._digests:
                 transfer = self.requests[name].transfer
-                value = digest.part(array, box, transfer.shape, transfer.have)
-                values[name] = (values.get(name, 0) + value) % digest.MODULUS
+                values[name] += digest.part(array, box, transfer.shape, transfer.have)
         return found, values
 
     def crc_parts(self) -> list[Part]:

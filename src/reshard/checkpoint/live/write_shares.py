@@ -144,14 +144,12 @@ class Writer:
             self._touched.add(task.file)
             return (sums_of(task.file, task.offset, data) if self._checksums else []), array
 
-        for task, (sums, array) in in_order(write, tasks, WORKERS, lambda: None):
+        for task, (sums, array) in in_order(write, tasks, WORKERS):
             self.done.sums += sums
             self.done.num_bytes += len(task.data) if task.box is None else array.nbytes
             if self._checksums and task.box is not None:
-                spec, parts = self._plan.specs[task.name], self.done.parts
-                value = digest.part(array, task.box, spec.shape, spec.dtype)
-                number = self._numbers[task.name]
-                parts[number] = (parts.get(number, 0) + value) % digest.MODULUS
+                spec, number = self._plan.specs[task.name], self._numbers[task.name]
+                self.done.parts[number] += digest.part(array, task.box, spec.shape, spec.dtype)
         for file in sorted(self._touched):
             target.sync_file(file)
         self._touched.clear()
