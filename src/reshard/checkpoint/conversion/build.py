@@ -42,6 +42,8 @@ from reshard.text import quoted
 __all__ = ["Builder", "begin", "check_outside_tensors"]
 
 BLOCK = 1 << 20
+CHUNKS = 2
+"""The way in which an output is split into chunks: a run is resumed only in the same way."""
 SYNC_EVERY = 2 << 30
 """Bytes between two syncs, after which the journal survives a power failure."""
 
@@ -105,7 +107,7 @@ def _chunks_outside(catalog: Catalog, sums: Checksums) -> Iterator[tuple[str, Ch
 def begin(place: Workplace, plan: ConversionPlan, request: Request, budget: Budget) -> int:
     """Start anew, or continue an earlier run; returns the size of the windows to use."""
     found = place.request()
-    identity = plan.identity(request.checksums)
+    identity = {**plan.identity(request.checksums), "chunks": CHUNKS}
     if found is None:
         place.begin_anew()
         place.note_request({**identity, "window": budget.window})

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from math import prod
 
 from reshard.checkpoint.catalog import Catalog, StoredTensor
-from reshard.checkpoint.transfer.transfers import one_dtype, pieces_of, source_tensors
+from reshard.checkpoint.transfer.transfers import SourceTensor, one_dtype, pieces_of
 from reshard.errors import NamesError, PlanError
 from reshard.layout.box import Box
 from reshard.layout.coverage import missing_boxes
@@ -37,7 +37,14 @@ from reshard.planning.names import (
 from reshard.rules.language import matching
 from reshard.text import count, quoted
 
-__all__ = ["Outline", "feeds_for", "left_over", "outlines_of", "rename_tensors", "stored_outlines"]
+__all__ = [
+    "Outline",
+    "left_over",
+    "outlines_of",
+    "rename_tensors",
+    "sources_for",
+    "stored_outlines",
+]
 
 _ANYWHERE = Layout(Mesh(), "...")
 
@@ -130,19 +137,21 @@ def _dropped(have: Mapping[str, Outline], drop: Sequence[str]) -> set[str]:
     return found
 
 
-def feeds_for(
-    wanted: Mapping[str, tuple[int, ...]], have: Mapping[str, Outline], names: Names
-) -> Iterator[tuple[str, list[Feed], tuple[Box, ...]]]:
+def sources_for(
+    wanted: Mapping[str, tuple[int, ...]], catalog: Catalog, names: Names
+) -> Iterator[tuple[str, tuple[SourceTensor, ...], tuple[Box, ...]]]:
     """For each output tensor its source tensors, and the boxes that are filled with zeros."""
+    stored = catalog.tensors
     if not names:
-        yield from ((name, [Feed(name)], ()) for name in wanted)
+        yield from ((name, (SourceTensor(stored[name], Feed(name)),), ()) for name in wanted)
         return
-    specs = {key: TensorSpec(o.shape, o.dtype, _ANYWHERE) for key, o in have.items()}
+    specs = {key: TensorSpec(one.shape, one.dtype, _ANYWHERE) for key, one in stored.items()}
     for name, shape in wanted.items():
         found = feeds_of(name, TensorSpec(shape, "uint8", _ANYWHERE), specs, names)
         if isinstance(found, list):
             raise NamesError(f"{quoted(name)} needs {', '.join(found[:3])}, which is absent")
-        yield (name, *found)
+        feeds, zeros = found
+        yield name, tuple(SourceTensor(stored[feed.name], feed) for feed in feeds), zeros
 
 
 def rename_tensors(catalog: Catalog, names: Names, drop: Sequence[str] = ()) -> Catalog:
@@ -150,12 +159,10 @@ def rename_tensors(catalog: Catalog, names: Names, drop: Sequence[str] = ()) -> 
 
     This verifies a conversion with names: the renamed source must equal the output bit by bit.
     """
-    have = stored_outlines(catalog)
-    outlines = outlines_of(have, names, drop)
+    outlines = outlines_of(stored_outlines(catalog), names, drop)
     shapes = {name: outline.shape for name, outline in outlines.items()}
     tensors = {}
-    for name, feeds, zeros in feeds_for(shapes, have, names):
-        fed = source_tensors(catalog, feeds)
+    for name, fed, zeros in sources_for(shapes, catalog, names):
         if len(fed) == 1 and not fed[0].feed.moves and not zeros:
             tensors[name] = replace(fed[0].tensor, name=name)
             continue

@@ -24,7 +24,7 @@ from math import prod
 
 import numpy as np
 
-from reshard.checkpoint.catalog import Catalog, StoredTensor
+from reshard.checkpoint.catalog import StoredTensor
 from reshard.checkpoint.piece_table import Pieces, PieceTable, joined, slabs
 from reshard.checkpoint.transfer.packing import SMALL, tiles
 from reshard.dtypes import itemsize
@@ -36,11 +36,9 @@ from reshard.text import quoted
 
 __all__ = [
     "CopyChunk", "SourceTensor", "Transfer", "chunks_of", "one_dtype", "pieces_of", "source_of",
-    "source_tensors", "transfer_of",
+    "transfer_of",
 ]  # fmt: skip
 
-WORTH_A_REGION = 1 << 20
-"""Output pieces of fewer bytes do not get windows of their own."""
 MOST_PARTS = 4096
 """The most parts into which overlaps with earlier boxes may split a stored box; one is usual."""
 
@@ -69,8 +67,6 @@ class Transfer:
     """Elements that the source holds a second time; they must be equal."""
     written: PieceTable | Pieces
     """Where the elements are written."""
-    regions: tuple[Box, ...]
-    """Boxes that are split into windows: the whole tensor, or the output pieces one by one."""
     is_padded: bool = False
     """Whether some elements have no source and are zero."""
 
@@ -82,8 +78,7 @@ class Transfer:
         fed = [SourceTensor(tensor, Feed(name))]
         source, replicas = source_of(name, shape, fed, tensor.zeros)
         replicas = replicas if with_replicas else none
-        is_padded = bool(tensor.zeros)
-        return cls(name, shape, have, want, source, replicas, none, _whole(shape), is_padded)
+        return cls(name, shape, have, want, source, replicas, none, bool(tensor.zeros))
 
     @property
     def source(self) -> PieceTable:
@@ -117,10 +112,10 @@ class Transfer:
 
     def windows(self, num_bytes: int) -> Iterable[Box]:
         """The windows, of at most this many bytes in either dtype."""
+        whole = _whole(self.shape)
         if self.is_packed(num_bytes):
-            return self.regions
-        limit = max(num_bytes // max(itemsize(self.have), itemsize(self.want)), 1)
-        return (window for region in self.regions for window in slabs(region, limit))
+            return (whole,)
+        return slabs(whole, max(num_bytes // max(itemsize(self.have), itemsize(self.want)), 1))
 
 
 def _num_bytes(held: PieceTable | Pieces) -> int:
@@ -168,16 +163,13 @@ def transfer_of(
         if runs and 0 < size <= SMALL and _is_plain(shape, fed):
             none = PieceTable.none(len(shape), itemsize(have))
             stored = Pieces(len(shape), itemsize(have), fed[0].tensor.pieces)
-            return Transfer(name, shape, have, want, stored, none, destination, _whole(shape))
+            return Transfer(name, shape, have, want, stored, none, destination)
         destination = destination.table()
     source, replicas = source_of(name, shape, fed, zeros)
-    regions = _regions(shape, source, destination)
-    return Transfer(name, shape, have, want, source, replicas, destination, regions, bool(zeros))
+    return Transfer(name, shape, have, want, source, replicas, destination, bool(zeros))
 
 
-@lru_cache(maxsize=1024)
-def _whole(shape: tuple[int, ...]) -> tuple[Box, ...]:
-    return (Box.whole(shape),)
+_whole = lru_cache(maxsize=1024)(Box.whole)
 
 
 def one_dtype(name: str, fed: Sequence[SourceTensor], want: str) -> str:
@@ -313,43 +305,3 @@ def _moved(pieces: PieceTable, dim: int, start: int, to: int, length: int) -> Pi
     shift = np.zeros(starts.shape[1], dtype=np.int64)
     shift[dim] = to - start
     return replace(part, starts=starts + shift, stops=stops + shift)
-
-
-def _regions(
-    shape: tuple[int, ...], source: PieceTable, destination: PieceTable
-) -> tuple[Box, ...]:
-    """The whole tensor, or each output piece where that saves a pass over memory.
-
-    If both sides split rows, a window of whole rows is rearranged twice: into the buffer and out of
-    it. A window of one output piece is written without. That is done only if the source can still
-    be read in runs.
-    """
-    whole = _whole(shape)
-    if (
-        prod(shape) * destination.itemsize < WORTH_A_REGION
-        or not len(destination)
-        or destination.num_bytes.mean() < WORTH_A_REGION
-    ):
-        return whole
-    if not _splits_rows(source, shape) or not _splits_rows(destination, shape):
-        return whole
-    first, _ = destination.distinct()
-    boxes = destination[first]
-    mine, _ = overlapping_pairs(boxes.starts, boxes.stops, boxes.starts, boxes.stops)
-    if len(mine) != len(boxes):
-        return whole
-    mine, others = overlapping_pairs(boxes.starts, boxes.stops, source.starts, source.stops)
-    starts = np.maximum(boxes.starts[mine], source.starts[others])
-    stops = np.minimum(boxes.stops[mine], source.stops[others])
-    in_runs = source.clipped(others, starts, stops).is_run.all()
-    return tuple(boxes.boxes()) if in_runs else whole
-
-
-def _splits_rows(table: PieceTable, shape: tuple[int, ...]) -> bool:
-    inner = np.array(shape[1:], dtype=np.int64)
-    return bool((table.shapes[:, 1:] != inner).any())
-
-
-def source_tensors(catalog: Catalog, feeds: Iterable[Feed]) -> tuple[SourceTensor, ...]:
-    """The source tensors behind the feeds of an output tensor."""
-    return tuple(SourceTensor(catalog.tensors[feed.name], feed) for feed in feeds)
