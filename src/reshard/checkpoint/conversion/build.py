@@ -26,7 +26,7 @@ from reshard.checkpoint.publish.journal import Journal, read_journals
 from reshard.checkpoint.publish.workplace import Workplace
 from reshard.checkpoint.storage.local import Storage
 from reshard.checkpoint.storage.output_files import OutputFiles, replace_file
-from reshard.checkpoint.transfer.copying import Copier, Done, checksums_of, sums_of
+from reshard.checkpoint.transfer.copying import Copier, Done, checksums_of
 from reshard.checkpoint.transfer.transfers import CopyChunk, chunks_of
 from reshard.checkpoint.transfer.windows import (
     Budget,
@@ -142,6 +142,7 @@ class Builder:
     source_sums: Checksums | None
     source: Source = field(init=False)
     target: OutputFiles = field(init=False)
+    copier: Copier = field(init=False)
     resumed_bytes: int = 0
     _meter: Meter = field(init=False)
     _prepared: Done = field(default_factory=lambda: Done(-1))
@@ -158,6 +159,8 @@ class Builder:
             self.source = Source.of(storage, catalog, sums)
             self.source.checker = Checker(self._checked_sums(), storage.root)
         self.target = OutputFiles(self.place.data, self.plan.output.files)
+        checksums, compares = self.request.checksums, self.request.compare_replicas
+        self.copier = Copier(self.plan.transfers, self.source, self.target, checksums, compares)
 
     def prepare(self) -> None:
         """Create all files at their full size, and write everything but the tensors."""
@@ -195,16 +198,9 @@ class Builder:
             done = {record["chunk"]: record["bytes"] for record in self._records()}
             self.resumed_bytes = sum(done.values())
             self._meter(self.resumed_bytes)
-            copier = Copier(
-                self.plan.transfers,
-                self.source,
-                self.target,
-                self.request.checksums,
-                self.request.compare_replicas,
-            )
 
             def work(chunk: CopyChunk, buffers: Buffers) -> None:
-                self._finished(copier.copy(chunk, buffers), journal)
+                self._finished(self.copier.copy(chunk, buffers), journal)
 
             takes = self.request.team.takes
             to_do = (
@@ -313,9 +309,7 @@ class Builder:
             ) from None
 
     def _put(self, file: int, offset: int, data: bytes) -> None:
-        self.target.write(file, offset, memoryview(data))
-        if self.request.checksums:
-            self._prepared.sums += sums_of(file, offset, memoryview(data))
+        self.copier.write(self._prepared, file, offset, memoryview(data))
 
     def _read(self, path: str, start: int, size: int) -> Iterator[tuple[int, bytes]]:
         """A range of a source file in blocks, each with its offset in the range."""

@@ -34,6 +34,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -78,7 +79,6 @@ MOST_WORKERS = 4
 
 Array = np.ndarray[Any, Any]
 _CELLS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
-_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,17 +197,15 @@ def _batch(
     ranks: Sequence[int],
     limits: Limits,
 ) -> Batch:
-    sizes = [itemsize(requests[name].transfer.have) for name, _ in windows]
-    pairs = zip(windows, sizes, strict=True)
-    total = sum(window.size * size for (_, window), size in pairs)
+    total = sum(window.size * itemsize(requests[name].transfer.have) for name, window in windows)
     limit = min(limits.cell, max(total // len(ranks) // 8, SMALLEST_CELL))
-    cells = [_cells(requests[name], window, limit) for name, window in windows]
     fair = min(total / len(ranks) * (1 + SLACK), limits.share - limits.cell)
     readers = LeastLoaded(ranks)
     shares = []
-    for (name, window), found, size in zip(windows, cells, sizes, strict=True):
+    for name, window in windows:
+        size = itemsize(requests[name].transfer.have)
         boxes: dict[int, list[Box]] = {}
-        for box, candidates in found:
+        for box, candidates in _cells(requests[name], window, limit):
             reader = readers.choose(candidates.tolist(), box.size * size, fair)
             boxes.setdefault(reader, []).append(box)
         shares.append(Share(name, window, boxes))
@@ -258,13 +256,12 @@ def split_requests(
     """
     own: dict[str, ReadRequest] = {}
     shared: dict[str, ReadRequest] = {}
-    known: dict[tuple[Layout, tuple[int, ...]], tuple[Box, ...] | None] = {}
+    disjoint_boxes = cache(_disjoint_boxes)
     for name, request in requests.items():
-        key = request.layout, request.transfer.shape
-        if key not in known:
-            disjoint = maps and is_partition(request.layout)  # then boxes are not looked at
-            known[key] = () if disjoint else _disjoint_boxes(*key)
-        (own if _is_own(request, known[key], maps) else shared)[name] = request
+        boxes: tuple[Box, ...] | None = ()
+        if not (maps and is_partition(request.layout)):  # else boxes are not looked at
+            boxes = disjoint_boxes(request.layout, request.transfer.shape)
+        (own if _is_own(request, boxes, maps) else shared)[name] = request
     return own, shared
 
 
@@ -341,8 +338,9 @@ class MappedFiles:
         strides = [stride * width for stride in task.piece.strides]
         stored: Array = np.ndarray(task.piece.box.shape, _CELLS[width], pages, start, strides)
         # torch copies runs of 1 to 2 KiB a fifth faster than numpy does
-        task.into.view(_SAME_SIZE[width]).copy_(torch.from_numpy(stored))
-        del stored
+        part = torch.from_numpy(stored)
+        task.into.view(part.dtype).copy_(part)
+        del stored, part
         first = start - start % mmap.PAGESIZE
         pages.madvise(mmap.MADV_DONTNEED, first, stop - first)
 

@@ -17,7 +17,6 @@ from reshard.checkpoint.storage.output_files import BLOCK, OutputFiles
 from reshard.checkpoint.transfer.packing import CELLS, Pack, Packed, Placed, joined_writes
 from reshard.checkpoint.transfer.transfers import CopyChunk, Transfer
 from reshard.checkpoint.transfer.windows import (
-    Array,
     Buffers,
     Source,
     SourceReads,
@@ -63,21 +62,6 @@ class Done:
         return cls(record["chunk"], record["bytes"], sums, parts, crcs)
 
 
-@dataclass(slots=True)
-class _Writes:
-    """Writes the bytes of one chunk, with their checksums."""
-
-    files: OutputFiles
-    done: Done
-    checksums: bool
-
-    def write(self, file: int, offset: int, data: memoryview) -> None:
-        self.files.write(file, offset, data)
-        self.done.num_bytes += len(data)
-        if self.checksums:
-            self.done.sums += sums_of(file, offset, data)
-
-
 def sums_of(file: int, offset: int, data: memoryview) -> list[Sum]:
     """The checksums of bytes that are written to a file."""
     starts = range(0, len(data), CHUNK)
@@ -119,8 +103,6 @@ class Copier:
     def copy(self, chunk: CopyChunk, buffers: Buffers) -> Done:
         """Copy one chunk."""
         done = Done(chunk.number)
-        writes = _Writes(self.target, done, self.checksums)
-        reads = SourceReads(self.source, done.crcs)
         pack: list[int] = []
         room = buffers.num_bytes
         for which, window in chunk.windows:
@@ -128,36 +110,39 @@ class Copier:
             if transfer.is_packed(buffers.num_bytes):
                 size = transfer.most_bytes
                 if pack and size > room:
-                    self._copy_pack(pack, buffers, reads, writes)
+                    self._copy_pack(pack, buffers, done)
                     pack, room = [], buffers.num_bytes
                 pack.append(which)
                 room -= size
             else:
-                self._copy_window(which, window, buffers, reads, writes)
+                self._copy_window(which, window, buffers, done)
         if pack:
-            self._copy_pack(pack, buffers, reads, writes)
+            self._copy_pack(pack, buffers, done)
         return done
 
+    def write(self, done: Done, file: int, offset: int, data: memoryview) -> None:
+        """Write bytes of a file, and record them with their checksums."""
+        self.target.write(file, offset, data)
+        done.num_bytes += len(data)
+        if self.checksums:
+            done.sums += sums_of(file, offset, data)
+
     @collector_paused()
-    def _copy_pack(
-        self, numbers: Sequence[int], buffers: Buffers, reads: SourceReads, writes: _Writes
-    ) -> None:
+    def _copy_pack(self, numbers: Sequence[int], buffers: Buffers, done: Done) -> None:
         """Copy whole small tensors together."""
         transfers = [self.transfers[which] for which in numbers]
         small = [Packed.of(t.shape, t.have, _pieces(t.stored).pieces) for t in transfers]
         pack = Pack.of(small, buffers.window)
-        pack.read(buffers.scratch, reads)
+        pack.read(buffers.scratch, SourceReads(self.source, done.crcs))
         if any(transfer.have != transfer.want for transfer in transfers):
             pack = _cast_pack(pack, transfers, buffers)
         if self.checksums:
-            writes.done.parts.update(dict(zip(numbers, pack.digests(), strict=True)))
+            done.parts.update(dict(zip(numbers, pack.digests(), strict=True)))
         for one in joined_writes(_placed(pack, transfers)):
-            writes.write(one.file, one.offset, memoryview(one.data))
+            self.write(done, one.file, one.offset, memoryview(one.data))
 
-    def _copy_window(
-        self, which: int, window: Box, buffers: Buffers, reads: SourceReads, writes: _Writes
-    ) -> None:
-        transfer = self.transfers[which]
+    def _copy_window(self, which: int, window: Box, buffers: Buffers, done: Done) -> None:
+        transfer, reads = self.transfers[which], SourceReads(self.source, done.crcs)
         lead = _lead_of(transfer, window)
         casts = transfer.have != transfer.want
         array = fill(transfer, window, buffers, reads, 0 if casts else lead)
@@ -168,9 +153,18 @@ class Copier:
             array = shaped(buffers.cast[lead:], window, itemsize(transfer.want))
             cast_into(stored, transfer.have, array, transfer.want)
         if self.checksums:
-            part = digest.part(array, window, transfer.shape, transfer.want)
-            writes.done.parts[which] += part
-        _drain(transfer, window, array, buffers, writes)
+            done.parts[which] += digest.part(array, window, transfer.shape, transfer.want)
+        for group in writable(transfer.destination.within(window), buffers.num_bytes):
+            views, extent = group.views(array, window), group.extent
+            if runs := group.runs(views):
+                for offset, memory in runs:
+                    self.write(done, extent.file, offset, memory)
+                continue
+            lead = _lead(extent.start, group.parts.itemsize)
+            filled = buffers.scratch[lead : lead + extent.num_bytes]
+            for view, part in zip(views, group.arrays(filled), strict=True):
+                part[...] = view
+            self.write(done, extent.file, extent.start, filled.data)
 
 
 def _lead_of(transfer: Transfer, window: Box) -> int:
@@ -188,23 +182,6 @@ def _lead(offset: int, size: int) -> int:
     """An offset within its block; 0 if elements would not be aligned to their size there."""
     lead = offset % BLOCK
     return lead if lead % size == 0 else 0
-
-
-def _drain(
-    transfer: Transfer, window: Box, array: Array, buffers: Buffers, writes: _Writes
-) -> None:
-    """Write a window to all output pieces that overlap it."""
-    for group in writable(transfer.destination.within(window), buffers.num_bytes):
-        views, extent = group.views(array, window), group.extent
-        if runs := group.runs(views):
-            for offset, memory in runs:
-                writes.write(extent.file, offset, memory)
-            continue
-        lead = _lead(extent.start, group.parts.itemsize)
-        filled = buffers.scratch[lead : lead + extent.num_bytes]
-        for view, part in zip(views, group.arrays(filled), strict=True):
-            part[...] = view
-        writes.write(extent.file, extent.start, filled.data)
 
 
 def _pieces(held: PieceTable | Pieces) -> Pieces:
