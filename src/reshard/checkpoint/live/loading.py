@@ -39,9 +39,8 @@ from reshard.checkpoint.live.read_shares import (
 )
 from reshard.checkpoint.live.shared_reads import (
     CrcRecords,
-    Scatter,
     ShareData,
-    ShareReader,
+    SharedReads,
     are_small,
     copy_small,
     read_small,
@@ -206,10 +205,8 @@ class _Loading:
         self.records = CrcRecords(crcs, self.requests)
         known = crcs if len(crcs) else None
         self.source = Source(self.storage, catalog, self.checksums, crcs=known)
-        self.reader = ShareReader(self.source, self.requests, agreement.rank, digests)
-        share = parse_bytes(options["memory"]) // 4
-        chosen, held = self.match.chosen, self.entries.held
-        self.scatter = Scatter(agreement, self.requests, chosen, held, share)
+        held, share = self.entries.held, parse_bytes(options["memory"]) // 4
+        self.shared = SharedReads(self.source, self.requests, digests, agreement, held, share)
         self.bytes_read = 0
         self._values = Counter[str]()  # the digest values so far
         self._done = 0
@@ -268,7 +265,7 @@ class _Loading:
         direct = DirectReader.of(self.source, os.cpu_count() or 1, self.hosts.count(boot_id()))
 
         def read() -> list[Any]:
-            direct.read(own, self.scatter.views)
+            direct.read(own, self.shared.views)
             text = read_small(small, self.source) if small and self.agreement.is_first else ""
             return [self.source.num_bytes, text]
 
@@ -280,7 +277,7 @@ class _Loading:
                 f"{error}; up to {count} of {total} tensors were already changed: load again "
                 "before use"
             ) from error.__cause__
-        copy_small(small, answers[self.agreement.ranks[0]][1], self.scatter.views)
+        copy_small(small, answers[self.agreement.ranks[0]][1], self.shared.views)
         self.bytes_read = sum(one[0] for one in answers.values())
         self._done += count
 
@@ -289,10 +286,10 @@ class _Loading:
         found: list[ShareData] = []
 
         def read() -> dict[str, Any]:
-            shares, values = self.reader.read(batch)
+            shares, values = self.shared.read(batch)
             found.extend(shares)
             parts = {name: f"{value:x}" for name, value in values.items()}
-            crcs = self.reader.crc_parts()
+            crcs = self.shared.crc_parts()
             return {"bytes": self.source.num_bytes, "parts": parts, "crcs": crcs}
 
         try:
@@ -300,7 +297,7 @@ class _Loading:
             self._check_digests(batch, [one["parts"] for one in answers])
             gaps = self._check_crcs(batch, [one["crcs"] for one in answers])
             self.bytes_read = sum(one["bytes"] for one in answers) + gaps
-            self.scatter.move(batch, found)
+            self.shared.move(batch, found)
         except ReshardError as error:
             if not self._done:
                 raise
@@ -351,7 +348,7 @@ class _Loading:
             num_tensors=len(match.chosen),
             unique_bytes=sum(request.num_bytes for request in self.requests.values()),
             bytes_read=self.bytes_read,
-            bytes_moved=self.scatter.bytes_moved,
+            bytes_moved=self.shared.bytes_moved,
             seconds=seconds,
             checked=bool(self.summary.digests),
             num_ranks=len(self.agreement.ranks),
