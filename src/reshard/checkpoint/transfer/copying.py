@@ -14,7 +14,7 @@ from reshard.checkpoint.integrity.crcs import Part
 from reshard.checkpoint.piece_table import Pieces, PieceTable
 from reshard.checkpoint.storage.local import StoredFile
 from reshard.checkpoint.storage.output_files import BLOCK, OutputFiles
-from reshard.checkpoint.transfer.packing import CELLS, Pack, Packed, Placed, joined_writes
+from reshard.checkpoint.transfer.packing import CELLS, Pack, Packed, Placed, batches, joined_writes
 from reshard.checkpoint.transfer.transfers import CopyChunk, Transfer
 from reshard.checkpoint.transfer.windows import (
     Buffers,
@@ -102,22 +102,13 @@ class Copier:
 
     def copy(self, chunk: CopyChunk, buffers: Buffers) -> Done:
         """Copy one chunk."""
-        done = Done(chunk.number)
-        pack: list[int] = []
-        room = buffers.num_bytes
-        for which, window in chunk.windows:
-            transfer = self.transfers[which]
-            if transfer.is_packed(buffers.num_bytes):
-                size = transfer.most_bytes
-                if pack and size > room:
-                    self._copy_pack(pack, buffers, done)
-                    pack, room = [], buffers.num_bytes
-                pack.append(which)
-                room -= size
-            else:
-                self._copy_window(which, window, buffers, done)
-        if pack:
+        done, room = Done(chunk.number), buffers.num_bytes
+        small = [which for which, _ in chunk.windows if self.transfers[which].is_packed(room)]
+        for pack in batches(small, lambda which: self.transfers[which].most_bytes, room):
             self._copy_pack(pack, buffers, done)
+        for which, window in chunk.windows:
+            if not self.transfers[which].is_packed(room):
+                self._copy_window(which, window, buffers, done)
         return done
 
     def write(self, done: Done, file: int, offset: int, data: memoryview) -> None:

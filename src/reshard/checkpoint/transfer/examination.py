@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, r
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import load_checksums
 from reshard.checkpoint.piece_table import slabs
-from reshard.checkpoint.transfer.packing import SMALL, Pack, Packed, tiles
+from reshard.checkpoint.transfer.packing import SMALL, Pack, Packed, batches, tiles
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.checkpoint.transfer.windows import (
     Array,
@@ -206,20 +207,13 @@ def _tasks(
     source: Source, tensors: Iterable[StoredTensor], window: int, tell: Tell
 ) -> Iterator[_Task]:
     """Small tensors in packs, and the others in boxes, each at most as large as a window."""
-    pack: list[StoredTensor] = []
-    room = window
+    small: list[StoredTensor] = []
     for tensor in tensors:
-        size = tensor.num_bytes
-        if not (0 < size <= min(SMALL, window) and tiles(tensor.shape, tensor.pieces)):
+        if 0 < tensor.num_bytes <= min(SMALL, window) and tiles(tensor.shape, tensor.pieces):
+            small.append(tensor)
+        else:
             yield from _parts(source, tensor, window, tell)
-            continue
-        if size > room:
-            yield pack
-            pack, room = [], window
-        pack.append(tensor)
-        room -= size
-    if pack:
-        yield pack
+    yield from batches(small, attrgetter("num_bytes"), window)
 
 
 def _parts(source: Source, tensor: StoredTensor, window: int, tell: Tell) -> Iterator[_Part]:

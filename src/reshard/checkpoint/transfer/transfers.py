@@ -21,12 +21,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
+from operator import itemgetter
 
 import numpy as np
 
 from reshard.checkpoint.catalog import StoredTensor
 from reshard.checkpoint.piece_table import Pieces, PieceTable, joined, slabs
-from reshard.checkpoint.transfer.packing import SMALL, tiles
+from reshard.checkpoint.transfer.packing import SMALL, batches, tiles
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, CoverageError, DamageError, PlanError
 from reshard.layout.box import Box
@@ -133,17 +134,13 @@ class CopyChunk:
 
 def chunks_of(transfers: Iterable[Transfer], num_bytes: int) -> Iterator[CopyChunk]:
     """All windows in order, small ones of neighbouring tensors together in one chunk."""
-    number, windows, total = 0, list[tuple[int, Box]](), 0
-    for which, transfer in enumerate(transfers):
-        for window in transfer.windows(num_bytes):
-            size = window.size * itemsize(transfer.want)
-            if windows and total + size > num_bytes:
-                yield CopyChunk(number, tuple(windows))
-                number, windows, total = number + 1, [], 0
-            windows.append((which, window))
-            total += size
-    if windows:
-        yield CopyChunk(number, tuple(windows))
+    windows = (
+        (which, window, window.size * itemsize(transfer.want))
+        for which, transfer in enumerate(transfers)
+        for window in transfer.windows(num_bytes)
+    )
+    for number, some in enumerate(batches(windows, itemgetter(2), num_bytes)):
+        yield CopyChunk(number, tuple((which, window) for which, window, _ in some))
 
 
 def transfer_of(
