@@ -20,7 +20,7 @@ import numpy as np
 
 from reshard.checkpoint.catalog import Catalog, StoredTensor
 from reshard.checkpoint.conversion.build import wrong_sizes
-from reshard.checkpoint.conversion.names import left_over, rename_tensors, stored_outlines
+from reshard.checkpoint.conversion.names import left_over, rename_tensors
 from reshard.checkpoint.differences import difference, differing_objects
 from reshard.checkpoint.formats.checks import Findings
 from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, survey_catalog
@@ -203,7 +203,7 @@ class _Side:
         if not self.is_known or not (names or drop):
             return
         catalog, sums = self.source.catalog, self.source.checksums
-        rest = left_over(stored_outlines(catalog), names, drop)
+        rest = left_over(catalog.tensors, names, drop)
         if rest:
             more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
             self.notes.append(f"no name takes {rest[0]}{more} of {self.root}")

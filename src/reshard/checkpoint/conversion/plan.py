@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint.catalog import Catalog
-from reshard.checkpoint.conversion.names import left_over, outlines_of, sources_for, stored_outlines
+from reshard.checkpoint.conversion.names import left_over, outlines_of, sources_for
 from reshard.checkpoint.conversion.request import LayoutRequest, Request, notes_of, wanted_of
 from reshard.checkpoint.formats.checks import is_distcp
 from reshard.checkpoint.formats.reader import config_of
@@ -126,7 +126,7 @@ def plan_conversion(
         layouts.check_whole(format)
     else:
         layouts = layouts.with_config(storage)
-    have = stored_outlines(catalog)
+    have = catalog.tensors
     if not have and not catalog.objects:
         raise CheckpointError(f"{catalog.root} holds no tensors: there is nothing to convert")
     names = request.names
