@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -144,6 +144,8 @@ class Builder:
     target: OutputFiles = field(init=False)
     copier: Copier = field(init=False)
     resumed_bytes: int = 0
+    num_chunks: int = 0
+    """The number of chunks of all processes, once ``copy`` has looked at them."""
     _meter: Meter = field(init=False)
     _prepared: Done = field(default_factory=lambda: Done(-1))
     """What was written besides tensors."""
@@ -202,14 +204,8 @@ class Builder:
             def work(chunk: CopyChunk, buffers: Buffers) -> None:
                 self._finished(self.copier.copy(chunk, buffers), journal)
 
-            takes = self.request.team.takes
-            to_do = (
-                chunk
-                for chunk in self._chunks()
-                if chunk.number not in done and takes(chunk.number)
-            )
             make = partial(Buffers, self.budget.window, self.plan.casts)
-            for _ in in_order(work, to_do, self.budget.workers, make):
+            for _ in in_order(work, self._to_do(done), self.budget.workers, make):
                 pass
             self._sync(journal)
         self.source.count(self.source.checker.finish(self.storage))
@@ -218,8 +214,9 @@ class Builder:
         """Check that the output is complete and correct, and write its checksums."""
         with collector_paused():
             done = {record["chunk"]: Done.from_record(record) for record in self._records()}
-        for chunk in self._chunks():
-            if chunk.number not in done:
+        missing = set(range(self.num_chunks)) - done.keys()
+        for chunk in self._chunks() if missing else ():
+            if chunk.number in missing:
                 name = self.plan.transfers[chunk.windows[0][0]].name
                 raise UnfinishedError(
                     f"chunk {chunk.number} (of {quoted(name)}) is not done; continue with --resume"
@@ -274,9 +271,12 @@ class Builder:
         """The chunks of all processes."""
         return chunks_of(self.plan.transfers, self.budget.window)
 
-    def num_chunks(self) -> int:
-        """The number of chunks of all processes."""
-        return sum(1 for _ in self._chunks())
+    def _to_do(self, done: Collection[int]) -> Iterator[CopyChunk]:
+        """The chunks of this process that are not done."""
+        for chunk in self._chunks():
+            self.num_chunks = chunk.number + 1
+            if chunk.number not in done and self.request.team.takes(chunk.number):
+                yield chunk
 
     def _records(self) -> list[dict[str, Any]]:
         return [record for record in read_journals(self.place.folder) if "chunk" in record]

@@ -257,7 +257,7 @@ class _Conversion:
                     team.wait_for_publish(place)
                     return
                 if team.size > 1:
-                    team.wait_for_all(place, builder.num_chunks())
+                    team.wait_for_all(place, builder.num_chunks)
                 builder.seal()
                 self._publish()
         except BaseException as error:

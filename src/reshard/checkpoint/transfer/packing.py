@@ -136,11 +136,12 @@ def batches(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> I
     """
     some, total = list[Item](), 0
     for item in items:
-        if some and total + size(item) > limit:
+        amount = size(item)
+        if some and total + amount > limit:
             yield some
             some, total = [], 0
         some.append(item)
-        total += size(item)
+        total += amount
     if some:
         yield some
 
