@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -98,17 +98,14 @@ class SavePlan:
     """The rank that writes each entry that is not a tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Write:
-    """One write to a file: a box of a tensor, or known bytes."""
+class _Write(NamedTuple):
+    """A box of a tensor to be written, and the view of this rank that contains it."""
 
     file: int
     offset: int
-    name: str = ""
-    box: Box | None = None
-    view: View | None = None
-    """The memory that contains the box."""
-    data: bytes = b""
+    name: str
+    box: Box
+    view: View
 
 
 class Writer:
@@ -125,7 +122,8 @@ class Writer:
         self._plan, self._held, self._objects, self._rank = plan, held, objects, rank
         self._checksums = checksums
         self._rank_boxes = RankBoxes()
-        self._left = self._writes()
+        self._known = self._known_bytes()
+        self._left = (write for name in plan.output.tensors for write in self._boxes(name))
         self._touched: set[int] = set()
         self._numbers = {name: number for number, name in enumerate(plan.specs)}
         self.done = Done(rank)
@@ -133,40 +131,41 @@ class Writer:
 
     def step(self, target: OutputFiles) -> bool:
         """Write the next part and put it on disk; whether there was one."""
-        count = max(STEP // WINDOW, 1)
-        tasks = list(islice(self._left, count))
+        for file, offset, data in self._known:  # all of it in the first step
+            self.done.sums += self._write(target, file, offset, memoryview(data))
+            self.done.num_bytes += len(data)
 
         def write(task: _Write, _: None) -> tuple[list[Sum], Any]:
             array = self._array(task)
-            data = memoryview(array.reshape(-1).view("u1").data if task.box else task.data)
-            target.write(task.file, task.offset, data)
-            self._touched.add(task.file)
-            return (sums_of(task.file, task.offset, data) if self._checksums else []), array
+            data = array.reshape(-1).view("u1").data
+            return self._write(target, task.file, task.offset, data), array
 
-        for task, (sums, array) in in_order(write, tasks, WORKERS, lambda: None):
+        tasks = list(islice(self._left, max(STEP // WINDOW, 1)))
+        for task, (sums, array) in in_order(write, tasks, WORKERS):
             self.done.sums += sums
-            self.done.num_bytes += len(task.data) if task.box is None else array.nbytes
-            if self._checksums and task.box is not None:
-                spec, parts = self._plan.specs[task.name], self.done.parts
-                value = digest.part(array, task.box, spec.shape, spec.dtype)
-                number = self._numbers[task.name]
-                parts[number] = (parts.get(number, 0) + value) % digest.MODULUS
+            self.done.num_bytes += array.nbytes
+            if self._checksums:
+                spec, number = self._plan.specs[task.name], self._numbers[task.name]
+                self.done.parts[number] += digest.part(array, task.box, spec.shape, spec.dtype)
         for file in sorted(self._touched):
             target.sync_file(file)
         self._touched.clear()
         return bool(tasks)
 
-    def _writes(self) -> Iterator[_Write]:
+    def _write(self, target: OutputFiles, file: int, offset: int, data: memoryview) -> list[Sum]:
+        target.write(file, offset, data)
+        self._touched.add(file)
+        return sums_of(file, offset, data) if self._checksums else []
+
+    def _known_bytes(self) -> Iterator[tuple[int, int, bytes]]:
+        """The file, offset and bytes of literals and objects that this rank writes."""
         output = self._plan.output
         for literal in output.all_literals():
             if self._plan.writers[literal.file] == self._rank:
-                yield _Write(literal.file, literal.offset, data=literal.data)
+                yield literal.file, literal.offset, literal.data
         for copy in output.objects:
             if self._plan.objects[copy.source.name] == self._rank:
-                data = self._objects[copy.source.name]
-                yield _Write(copy.file, copy.offset, data=data)
-        for name in output.tensors:
-            yield from self._boxes(name)
+                yield copy.file, copy.offset, self._objects[copy.source.name]
 
     def _boxes(self, name: str) -> Iterator[_Write]:
         spec, pieces = self._plan.specs[name], self._plan.output.tensors[name].pieces
@@ -182,8 +181,6 @@ class Writer:
 
     def _array(self, task: _Write) -> Any:
         """A box of this rank's tensor, row-major in host memory."""
-        if task.box is None or task.view is None:
-            return None
         part = part_of(task.view, task.box)
         flat = part.contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
         return flat.view(f"V{part.element_size()}").reshape(task.box.shape)
