@@ -12,11 +12,12 @@ import numpy as np
 import torch
 
 from reshard.checkpoint.integrity import digest
+from reshard.checkpoint.integrity.checksums import Sum, sums_of
 from reshard.checkpoint.live.entries import Held, RankBoxes, View, part_of
 from reshard.checkpoint.output import Output, OwnedBox, Wanted, owned_boxes
 from reshard.checkpoint.piece_table import slabs
 from reshard.checkpoint.storage.output_files import OutputFiles
-from reshard.checkpoint.transfer.copying import Done, Sum, sums_of
+from reshard.checkpoint.transfer.copying import Done
 from reshard.checkpoint.transfer.windows import in_order
 from reshard.dtypes import itemsize
 from reshard.layout.box import Box

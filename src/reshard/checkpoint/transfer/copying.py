@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard.checkpoint.catalog import StoredPiece, StoredTensor
 from reshard.checkpoint.integrity import digest
-from reshard.checkpoint.integrity.checksums import CHUNK, Checksums, ChunkSum, Recorder, checksum
+from reshard.checkpoint.integrity.checksums import Checksums, Sum, file_sums, sums_of
 from reshard.checkpoint.integrity.crcs import Part
 from reshard.checkpoint.output import OutputTensor
 from reshard.checkpoint.piece_table import PieceTable
@@ -31,10 +31,7 @@ from reshard.checkpoint.transfer.windows import (
 from reshard.dtypes import cast_into, itemsize
 from reshard.layout.box import Box, row_major
 
-__all__ = ["Copier", "Done", "Sum", "checksums_of", "sums_of"]
-
-Sum = tuple[int, int, int, str]
-"""File, start, stop and checksum of bytes that were written."""
+__all__ = ["Copier", "Done", "checksums_of"]
 
 
 @dataclass(slots=True)
@@ -64,15 +61,6 @@ class Done:
         return cls(record["chunk"], record["bytes"], sums, parts, crcs)
 
 
-def sums_of(file: int, offset: int, data: memoryview) -> list[Sum]:
-    """The checksums of bytes that are written to a file."""
-    starts = range(0, len(data), CHUNK)
-    parts = [(at, data[at : at + CHUNK]) for at in starts]
-    return [
-        (file, offset + at, offset + at + len(part), checksum(part).hex()) for at, part in parts
-    ]
-
-
 def checksums_of(
     done: Iterable[Done],
     files: Sequence[StoredFile],
@@ -80,16 +68,15 @@ def checksums_of(
     request: Mapping[str, Any] | None = None,
 ) -> Checksums:
     """The sidecar of an output, from all that was written; tensors have name, shape and dtype."""
-    recorder, values = Recorder(), Counter[int]()
+    sums, values = list[Sum](), Counter[int]()
     for one in done:
         values.update(one.parts)
-        for file, start, stop, text in one.sums:
-            recorder.put(files[file].path, [ChunkSum(start, stop, bytes.fromhex(text))])
+        sums += one.sums
     digests = {
         name: digest.finish(digest.combine([values[number]]), shape, dtype)
         for number, (name, shape, dtype) in enumerate(tensors)
     }
-    return Checksums(recorder.finish({file.path: file.size for file in files}), digests, request)
+    return Checksums(file_sums(files, sums), digests, request)
 
 
 @dataclass(frozen=True, slots=True)
