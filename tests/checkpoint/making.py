@@ -11,8 +11,9 @@ import numpy as np
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from reshard.checkpoint.integrity.checksums import SIDECAR, Checksums, Recorder
+from reshard.checkpoint.integrity.checksums import SIDECAR, Checksums, file_sums, sums_of
 from reshard.checkpoint.integrity.digest import finish, part
+from reshard.checkpoint.storage.local import StoredFile
 from reshard.layout.box import Box
 
 CODES = {
@@ -56,7 +57,7 @@ def write_sharded(
     """
     folder.mkdir(parents=True, exist_ok=True)
     count = max((len(boxes) for boxes in cuts.values()), default=1)
-    sizes, recorder = {}, Recorder()
+    files, sums = [], []
     for number in range(count):
         entries, offsets, data = {}, {}, b""
         for name, (dtype, array) in tensors.items():
@@ -76,9 +77,9 @@ def write_sharded(
         content = header(entries, {"format": "pt", **metadata}) + data
         path = f"shard-{number + 1:05d}-model-00001-of-00001.safetensors"
         (folder / path).write_bytes(content)
-        sizes[path] = len(content)
+        files.append(StoredFile(path, len(content)))
         for at in range(0, len(content), checksums or len(content)):
-            recorder.add(path, at, content[at : at + (checksums or len(content))])
+            sums += sums_of(number, at, content[at : at + (checksums or len(content))])
     if checksums is not None:
         digests = {
             name: finish(
@@ -86,7 +87,7 @@ def write_sharded(
             )
             for name, (dtype, array) in tensors.items()
         }
-        sidecar = Checksums(recorder.finish(sizes), digests)
+        sidecar = Checksums(file_sums(files, sums), digests)
         (folder / SIDECAR).write_bytes(sidecar.to_bytes())
 
 

@@ -46,10 +46,7 @@ class StoredPiece:
     def is_contiguous(self) -> bool:
         """Whether the box is one run of bytes, in row-major order."""
         shape = self.box.shape
-        ideal = row_major(shape)
-        if self.strides == ideal:
-            return True
-        dims = zip(shape, self.strides, ideal, strict=True)
+        dims = zip(shape, self.strides, row_major(shape), strict=True)
         return all(length == 1 or have == want for length, have, want in dims)
 
     def num_bytes(self, dtype: str) -> int:
@@ -78,6 +75,11 @@ class StoredTensor:
     def num_bytes(self) -> int:
         """Bytes of the whole tensor, once."""
         return prod(self.shape) * itemsize(self.dtype)
+
+    def fingerprint(self) -> bytes:
+        """Bytes that are equal for tensors with equal pieces."""
+        rows = [(p.file, p.offset, p.box.start, p.box.stop, p.strides) for p in self.pieces]
+        return repr(rows).encode()
 
     def missing(self) -> tuple[Box, ...]:
         """The parts of the tensor that no piece holds, as disjoint boxes."""

@@ -39,6 +39,7 @@ from reshard.text import (
     count,
     format_bytes,
     format_shape,
+    printable,
     quoted,
     shorten,
 )
@@ -113,8 +114,8 @@ def _headline(report: Inspection) -> str:
 def _row(group: Sequence[InspectedTensor]) -> tuple[str, ...]:
     first = group[0]
     size = format_bytes(sum(tensor.num_bytes for tensor in group))
-    layout = shorten(_plain(first.layout), MAX_LAYOUT)
-    names = named([_plain(tensor.name) for tensor in group], width=MAX_NAME)
+    layout = shorten(printable(first.layout), MAX_LAYOUT)
+    names = named([printable(tensor.name) for tensor in group], width=MAX_NAME)
     return names, format_shape(first.shape), first.dtype, layout, size
 
 
@@ -145,7 +146,7 @@ def _findings(report: Inspection) -> Iterator[str]:
     for title in ("damage", "unsupported", "notes"):
         found: tuple[str, ...] = getattr(report, title)
         if found:
-            yield from ("", title, *(f"  {_plain(line)}" for line in found[:MAX_LINES]))
+            yield from ("", title, *(f"  {printable(line)}" for line in found[:MAX_LINES]))
         if len(found) > MAX_LINES:
             yield f"  and {len(found) - MAX_LINES} more; --json lists all"
 
@@ -177,7 +178,7 @@ def _drawn(top: _Branch) -> Iterator[str]:
     while pending:
         name, branch, depth = pending.pop()
         if depth >= 0:
-            yield f"{'  ' * depth}{_plain(shorten(name, MAX_NAME))}  {_about(branch)}"
+            yield f"{'  ' * depth}{printable(shorten(name, MAX_NAME))}  {_about(branch)}"
         below = [(part, child, depth + 1) for part, child in _folded(branch)]
         pending += reversed(below)
 
@@ -186,7 +187,7 @@ def _about(branch: _Branch) -> str:
     tensor = branch.tensor
     if tensor is None or branch.children:
         return f"{format_bytes(branch.num_bytes)}, {count(branch.num_tensors, 'tensor')}"
-    layout = shorten(_plain(tensor.layout), MAX_LAYOUT)
+    layout = shorten(printable(tensor.layout), MAX_LAYOUT)
     size = format_bytes(tensor.num_bytes)
     return f"{format_shape(tensor.shape)} {tensor.dtype}, {layout}, {size}"
 
@@ -201,11 +202,7 @@ def _folded(branch: _Branch) -> Iterator[tuple[str, _Branch]]:
 
 
 def _few(names: Iterable[str]) -> str:
-    return and_more([shorten(_plain(name), MAX_NAME) for name in names], 5)
-
-
-def _plain(text: str) -> str:
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return and_more([shorten(printable(name), MAX_NAME) for name in names], 5)
 
 
 VERSION = 1

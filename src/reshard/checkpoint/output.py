@@ -7,23 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from math import lcm, prod
+from typing import NamedTuple
 
 import numpy as np
 
-from reshard.checkpoint.catalog import StoredObject
-from reshard.checkpoint.piece_table import Pieces
+from reshard.checkpoint.catalog import StoredObject, StoredTensor
 from reshard.checkpoint.storage.local import TENSOR_FILES, StoredFile
 from reshard.dtypes import itemsize
 from reshard.errors import CoverageError, LayoutError
 from reshard.layout.boxlist import listed_of
-from reshard.layout.columns import Ints
 from reshard.layout.layout import Layout
 from reshard.text import quoted
 
 __all__ = [
-    "Literal", "ObjectCopy", "Output", "OutputTensor", "Owned", "Wanted", "count_tensor_files",
+    "Literal", "ObjectCopy", "Output", "OutputTensor", "OwnedBox", "Wanted", "count_tensor_files",
     "owned_boxes",
 ]  # fmt: skip
 
@@ -40,7 +39,7 @@ class Wanted:
     shape: tuple[int, ...]
     dtype: str
     layout: Layout | None = None
-    owned: Owned | None = None
+    owned: Sequence[OwnedBox] | None = None
     """The rank that writes each box; without it the replicas take turns."""
 
     @property
@@ -68,17 +67,15 @@ class ObjectCopy:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class OutputTensor:
+class OutputTensor(StoredTensor):
     """A tensor of the output, and the places of its pieces."""
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    pieces: Pieces
+    around: tuple[tuple[bytes, bytes], ...] = ()
+    """The bytes before and after each piece in its file, if the format has such."""
 
     def literals(self) -> Iterator[Literal]:
         """The bytes before and after each piece, as literals."""
-        for piece, (head, tail) in zip(self.pieces.pieces, self.pieces.around, strict=False):
+        for piece, (head, tail) in zip(self.pieces, self.around, strict=False):
             yield Literal(piece.file, piece.offset - len(head), head)
             yield Literal(piece.file, piece.offset + piece.num_bytes(self.dtype), tail)
 
@@ -108,31 +105,21 @@ class Output:
         return sum(file.size for file in self.files)
 
 
-@dataclass(frozen=True, eq=False)
-class Owned:
-    """The distinct boxes of a tensor, and the rank that writes each."""
+class OwnedBox(NamedTuple):
+    """A box of a tensor, and the rank that writes it."""
 
-    starts: Ints
-    stops: Ints
-    ranks: Ints
-
-    @cached_property
-    def rows(self) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-        """Start, stop and rank of each box."""
-        rows = zip(self.starts.tolist(), self.stops.tolist(), self.ranks.tolist(), strict=True)
-        return [(tuple(start), tuple(stop), rank) for start, stop, rank in rows]
-
-    def __iter__(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-        return iter(self.rows)
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    rank: int
 
 
-def owned_boxes(name: str, wanted: Wanted, number: int) -> Owned:
+def owned_boxes(name: str, wanted: Wanted, number: int) -> Sequence[OwnedBox]:
     """Each distinct box of a tensor with one owner; replicas take turns from tensor to tensor."""
     layout = wanted.layout
     if wanted.owned is not None:
         return wanted.owned
     if layout is None:
-        return _whole(wanted.shape, 0)
+        return [OwnedBox((0,) * len(wanted.shape), wanted.shape, 0)]
     if layout.reduce is not None:
         raise LayoutError(
             f'tensor {quoted(name)}: layout "{layout}" leaves a sum pending: a checkpoint holds '
@@ -145,7 +132,7 @@ def owned_boxes(name: str, wanted: Wanted, number: int) -> Owned:
             f"{prod(wanted.shape)} elements of {wanted.shape}: the others would be lost"
         )
     if not num_elements:
-        return _whole(wanted.shape, layout.ranks[0])
+        return [OwnedBox((0,) * len(wanted.shape), wanted.shape, layout.ranks[0])]
     return _turn(layout, wanted.shape, number % period)
 
 
@@ -158,13 +145,9 @@ def _counted(layout: Layout, shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=1024)
-def _turn(layout: Layout, shape: tuple[int, ...], turn: int) -> Owned:
+def _turn(layout: Layout, shape: tuple[int, ...], turn: int) -> tuple[OwnedBox, ...]:
     listed = listed_of(layout, shape)
     counts = np.diff(listed.first)
-    turns = (np.arange(len(counts)) + turn) % counts
-    return Owned(listed.starts, listed.stops, listed.holders[listed.first[:-1] + turns])
-
-
-def _whole(shape: Sequence[int], rank: int) -> Owned:
-    starts = np.zeros((1, len(shape)), dtype=np.int64)
-    return Owned(starts, np.array([shape], dtype=np.int64).reshape(1, -1), np.array([rank]))
+    ranks = listed.holders[listed.first[:-1] + (np.arange(len(counts)) + turn) % counts]
+    boxes = zip(listed.starts.tolist(), listed.stops.tolist(), ranks.tolist(), strict=True)
+    return tuple(OwnedBox(tuple(start), tuple(stop), rank) for start, stop, rank in boxes)

@@ -15,10 +15,9 @@ amounts in bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import chain
 from math import prod
 from typing import Any
 
@@ -27,9 +26,9 @@ from numpy.typing import NDArray
 
 from reshard.checkpoint.catalog import StoredPiece
 from reshard.layout.box import Box
-from reshard.layout.columns import Ints, distinct_first, numbered
+from reshard.layout.columns import Ints
 
-__all__ = ["Extent", "PieceTable", "Pieces", "extents", "slabs"]
+__all__ = ["Extent", "PieceTable", "extents", "slabs"]
 
 
 _COLUMNS = ("files", "offsets", "starts", "stops", "strides")
@@ -49,23 +48,11 @@ class PieceTable:
     @classmethod
     def of(cls, pieces: Sequence[StoredPiece], num_dims: int, itemsize: int) -> PieceTable:
         """A table of the pieces of a catalog."""
-        shape = (len(pieces), num_dims)
-        if len(pieces) == 1:  # most tensors have one: a single array is a third of the time
-            [piece] = pieces
-            row = np.array(
-                (*piece.box.start, *piece.box.stop, *piece.strides, piece.file, piece.offset),
-                np.int64,
-            )
-            boxes = row[:-2].reshape(3, 1, num_dims)
-            return cls(itemsize, boxes[0], boxes[1], row[-2:-1], row[-1:], boxes[2] * itemsize)
-        return cls(
-            itemsize,
-            _table((piece.box.start for piece in pieces), shape),
-            _table((piece.box.stop for piece in pieces), shape),
-            np.fromiter((piece.file for piece in pieces), np.int64, len(pieces)),
-            np.fromiter((piece.offset for piece in pieces), np.int64, len(pieces)),
-            _table((piece.strides for piece in pieces), shape) * itemsize,
-        )
+        rows = [(*p.box.start, *p.box.stop, *p.strides, p.file, p.offset) for p in pieces]
+        table = np.array(rows, dtype=np.int64).reshape(len(pieces), 3 * num_dims + 2)
+        starts, stops = table[:, :num_dims], table[:, num_dims : 2 * num_dims]
+        strides = table[:, 2 * num_dims : -2] * itemsize
+        return cls(itemsize, starts, stops, table[:, -2], table[:, -1], strides)
 
     @classmethod
     @lru_cache(maxsize=1024)
@@ -139,18 +126,11 @@ class PieceTable:
 
     def distinct(self) -> tuple[Ints, Ints]:
         """The rows whose box no earlier row has, and the other rows."""
-        table = np.concatenate([self.starts, self.stops], axis=1)
-        if not table.shape[1]:
-            rows = np.arange(len(self))
-            return rows[:1], rows[1:]
-        keys = np.zeros(len(table), dtype=np.int64)  # equal for equal rows
-        for column in table.T:
-            number = numbered(column)[1]
-            keys = numbered(keys * (number.max(initial=0) + 1) + number)[1]
-        _, first = distinct_first(keys)
-        chosen = np.zeros(len(self), dtype=bool)
-        chosen[first] = True
-        return np.flatnonzero(chosen), np.flatnonzero(~chosen)
+        first: dict[tuple[int, ...], int] = {}
+        for row, box in enumerate(np.concatenate([self.starts, self.stops], axis=1).tolist()):
+            first.setdefault(tuple(box), row)
+        chosen = np.array([*first.values()], dtype=np.int64)
+        return chosen, np.delete(np.arange(len(self)), chosen)
 
     def runs(self) -> PieceTable:
         """The same elements in boxes that are one run of bytes each."""
@@ -174,45 +154,12 @@ class PieceTable:
         return self.clipped(np.full(len(at), row), starts, stops)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Pieces:
-    """Pieces as objects, which take less memory than a table if there are only one or two."""
-
-    num_dims: int
-    itemsize: int
-    pieces: tuple[StoredPiece, ...]
-    around: tuple[tuple[bytes, bytes], ...] = ()
-    """The bytes before and after each piece in its file, if the format has such."""
-
-    def __len__(self) -> int:
-        return len(self.pieces)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the elements of all pieces."""
-        return sum(piece.box.size for piece in self.pieces) * self.itemsize
-
-    def fingerprint(self) -> bytes:
-        """Bytes that are equal for tables with equal rows."""
-        return repr(
-            [(p.file, p.offset, p.box.start, p.box.stop, p.strides) for p in self.pieces]
-        ).encode()
-
-    def table(self) -> PieceTable:
-        """The pieces as a table."""
-        return PieceTable.of(self.pieces, self.num_dims, self.itemsize)
-
-
 def joined(parts: Sequence[PieceTable]) -> PieceTable:
     """The rows of several tables."""
     columns: dict[str, Any] = {
         name: np.concatenate([getattr(p, name) for p in parts]) for name in _COLUMNS
     }
     return replace(parts[0], **columns)
-
-
-def _table(rows: Iterable[Sequence[int]], shape: tuple[int, int]) -> Ints:
-    return np.fromiter(chain.from_iterable(rows), np.int64, prod(shape)).reshape(shape)
 
 
 @dataclass(frozen=True, slots=True)

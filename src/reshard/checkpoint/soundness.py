@@ -10,16 +10,17 @@ compared byte by byte, if both have any.
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from reshard.checkpoint.catalog import Catalog, StoredTensor
 from reshard.checkpoint.conversion.build import wrong_sizes
-from reshard.checkpoint.conversion.names import left_over, rename_tensors, stored_outlines
+from reshard.checkpoint.conversion.names import left_over, rename_tensors
 from reshard.checkpoint.differences import difference, differing_objects
 from reshard.checkpoint.formats.checks import Findings
 from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, survey_catalog
@@ -202,7 +203,7 @@ class _Side:
         if not self.is_known or not (names or drop):
             return
         catalog, sums = self.source.catalog, self.source.checksums
-        rest = left_over(stored_outlines(catalog), names, drop)
+        rest = left_over(catalog.tensors, names, drop)
         if rest:
             more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
             self.notes.append(f"no name takes {rest[0]}{more} of {self.root}")
@@ -282,7 +283,7 @@ class _Side:
             return None
 
         right = [path for path in checksums.files if path not in wrong]
-        for path, error in in_order(work, right, budget.workers, lambda: None):
+        for path, error in in_order(work, right, budget.workers):
             if error is not None:
                 self._add(Problem("unreadable", str(error), file=path))
             self.checked_bytes += checksums.files[path].size
@@ -323,21 +324,23 @@ class _Side:
                 self._add(Problem("absent", words, name))
 
 
-def _tensors_at(catalog: Catalog, damaged: list[tuple[str, ChunkSum, bytes]]) -> list[list[str]]:
-    """The names of the tensors with bytes in each of these chunks, which are sorted."""
-    names: list[list[str]] = [[] for _ in damaged]
-    ends = [(path, chunk.stop) for path, chunk, _ in damaged]
-    hit = {path for path, _ in ends}
-    for tensor in catalog.tensors.values() if damaged else ():
-        for piece in tensor.pieces:
-            path = catalog.files[piece.file].path
-            start, stop = piece.span(tensor.dtype)
-            at = bisect_right(ends, (path, start)) if path in hit else len(ends)
-            while at < len(ends) and damaged[at][0] == path and damaged[at][1].start < stop:
-                if names[at][-1:] != [tensor.name]:
-                    names[at].append(tensor.name)
-                at += 1
-    return names
+def _tensors_at(
+    catalog: Catalog, damaged: list[tuple[str, ChunkSum, bytes]]
+) -> Iterator[list[str]]:
+    """The names of the tensors with bytes in each of these chunks."""
+    if not damaged:
+        return
+    names, paths = [*catalog.tensors], [file.path for file in catalog.files]
+    rows = [
+        (number, piece.file, *piece.span(tensor.dtype))
+        for number, tensor in enumerate(catalog.tensors.values())
+        for piece in tensor.pieces
+    ]
+    numbers, files, starts, stops = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+    for path, chunk, _ in damaged:
+        file = paths.index(path) if path in paths else -1
+        hit = (files == file) & (starts < chunk.stop) & (stops > chunk.start)
+        yield [names[number] for number in dict.fromkeys(numbers[hit].tolist())]
 
 
 def _survey(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import warnings
 from pathlib import Path
 from random import Random
@@ -252,31 +250,6 @@ def test_without_checksums_the_bytes_are_the_same(source: tuple[Path, Tensors]) 
     one = (here.parent / "True" / "model.safetensors").read_bytes()
     assert one == (here.parent / "False" / "model.safetensors").read_bytes()
     assert not (here.parent / "False" / SIDECAR).exists()
-
-
-@pytest.mark.parametrize("answer", ["whole", "short", "none", "error"])
-def test_the_system_copies_runs_where_it_can(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str
-) -> None:
-    array = random_array("float32", (768, 256))
-    boxes = [Box((at, 0), (at + 192, 256)) for at in range(0, 768, 192)]
-    write_sharded(tmp_path / "src", {"w": ("float32", array)}, {"w": boxes})
-    real, copied = os.copy_file_range, []
-
-    def copy(have: int, want: int, count: int, start: int, to: int) -> int:
-        if answer == "error":
-            raise OSError(errno.EXDEV, "Invalid cross-device link")
-        count = {"whole": count, "short": min(count, 5000), "none": 0}[answer]
-        copied.append(real(have, want, count, start, to) if count else 0)
-        return copied[-1]
-
-    monkeypatch.setattr(os, "copy_file_range", copy)
-    report = checkpoint.convert(
-        tmp_path / "src", tmp_path / "out", mesh="x=3", layouts={"w": "x -"}, checksums=False
-    )
-    assert sum(copied) == (array.nbytes if answer in ("whole", "short") else 0)
-    assert report.bytes_read == array.nbytes
-    assert checkpoint.verify(tmp_path / "src", tmp_path / "out").ok
 
 
 def test_windows_of_the_usual_size(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from reshard import checkpoint
 from reshard.checkpoint.conversion.names import Outline
-from reshard.checkpoint.conversion.request import LayoutRequest, wanted_of
+from reshard.checkpoint.conversion.request import LayoutRequest, Request, wanted_of
 from reshard.checkpoint.formats.reader import as_rules, open_storage
 from reshard.cli import run
 from reshard.errors import LayoutError, MeshError, ReshardError, RulesError, TargetError
@@ -103,7 +103,11 @@ def test_the_same_request_has_the_same_layouts_everywhere(family: str, tmp_path:
         with open_storage(tmp_path / "src") as storage:
             for given in (None, family, Rules.load(family)):
                 wanted = wanted_of(
-                    outlines, LayoutRequest.of(mesh, given, None, None).with_config(storage), False
+                    outlines,
+                    LayoutRequest.of(Request("src", "dst", mesh=mesh, rules=given)).with_config(
+                        storage
+                    ),
+                    False,
                 )
                 assert {name: tensor.layout for name, tensor in wanted.items()} == expected
                 read = as_rules(given, storage, by_config=True)

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 
 from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.formats.reader import open_storage, read_catalog
-from reshard.checkpoint.formats.torch.unpickler import allow_none, unpickle
+from reshard.checkpoint.formats.torch.unpickler import unpickle
 from reshard.checkpoint.inspection import inspect
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from tests.checkpoint.storage.test_reading_files import serving
@@ -220,7 +220,7 @@ def test_names_that_would_take_for_ever_to_hash() -> None:
     """Tuples within tuples, each twice the one before: Python would hash 2**60 of them."""
     body = b"\x80\x02}" + b")" + b"2\x86" * 60 + b"K\x01s."
     with pytest.raises(DamageError, match="a tuple as the key"):
-        unpickle(body, allow_none, "x")
+        unpickle(body, "x")
 
 
 DEEP = b")" + b"2\x86" * 60
@@ -243,9 +243,9 @@ def test_values_that_would_take_for_ever_to_print(ckpt: Path, name: str) -> None
 
 def test_records_within_records_without_end() -> None:
     body = b"\x80\x02cx\ny\nq\x00" + b"0h\x00)R" + b"h\x002\x85R" * 3 + b"."
-    assert repr(unpickle(body, lambda module, name: True, "x")) == "<x.y>"
+    assert repr(unpickle(body, "x")) == "<x.y>"
     many = b"\x80\x02cx\ny\nq\x000)" + b"q\x010h\x00h\x01\x85R" * 60_000 + b"."
-    assert unpickle(many, lambda module, name: True, "x").kind == "x.y"
+    assert unpickle(many, "x").kind == "x.y"
 
 
 def test_a_directory_as_large_as_the_file(ckpt: Path, tmp_path: Path) -> None:
@@ -265,8 +265,8 @@ def test_a_directory_as_large_as_the_file(ckpt: Path, tmp_path: Path) -> None:
 def test_lengths_that_are_lies_allocate_nothing() -> None:
     for start in (b"\x80\x04\x8e", b"\x80\x04\x8d", b"\x80\x04\x96"):
         with pytest.raises(DamageError, match="truncated"):
-            unpickle(start + (1 << 60).to_bytes(8, "little") + b"x", allow_none, "x")
-    assert unpickle(b"\x80\x02K\x07r\xff\xff\xff\xff.", allow_none, "x") == 7
+            unpickle(start + (1 << 60).to_bytes(8, "little") + b"x", "x")
+    assert unpickle(b"\x80\x02K\x07r\xff\xff\xff\xff.", "x") == 7
 
 
 def edited(ckpt: Path, change: Any) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from reshard import checkpoint
 from reshard.checkpoint.formats.torch.tensors import EXPANDED, SMALL
-from reshard.checkpoint.formats.torch.unpickler import allow_none, unpickle
+from reshard.checkpoint.formats.torch.unpickler import unpickle
 from reshard.errors import (
     CoverageError,
     ReshardError,
@@ -261,7 +261,7 @@ def test_many_names_of_a_module_share_it() -> None:
     content += b"".join(get(0) + text(b"%05d" % i) + b"\x93)R" for i in range(20_000)) + LIST
     tracemalloc.start()
     try:
-        found = unpickle(b"\x80\x04" + content + STOP, lambda module, name: True, "a.pkl")
+        found = unpickle(b"\x80\x04" + content + STOP, "a.pkl")
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
@@ -274,7 +274,7 @@ def test_what_is_usual_is_still_read() -> None:
     import pickle
 
     for protocol in (2, 4, 5):
-        assert unpickle(pickle.dumps(value, protocol), allow_none, "a.pkl") == value
+        assert unpickle(pickle.dumps(value, protocol), "a.pkl") == value
 
 
 def test_a_view_may_be_expanded_a_little(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from reshard.checkpoint.catalog import Catalog, StoredPiece, StoredTensor
 from reshard.checkpoint.formats.reader import open_storage
-from reshard.checkpoint.integrity.checksums import Checker, Checksums, Recorder
+from reshard.checkpoint.integrity.checksums import Checker, Checksums, file_sums, sums_of
 from reshard.checkpoint.storage.local import StoredFile
 from reshard.checkpoint.transfer.examination import StoredReader, digests_of
 from reshard.checkpoint.transfer.windows import Budget, Buffers, Source, bits_differ, in_order
@@ -34,7 +34,7 @@ def stored(
 ) -> Iterator[tuple[Source, StoredTensor]]:
     """A source with one tensor, every piece in a file of its own behind some bytes of no use."""
     with TemporaryDirectory() as folder:
-        pieces, files, recorder = [], [], Recorder()
+        pieces, files, written = [], [], []
         for number, box in enumerate(boxes):
             piece, shape = cut(array, box), box.shape
             if transposed:
@@ -45,11 +45,11 @@ def stored(
             data = bytes(number % 5) + raw(piece) + b"end"
             path = f"{number}.bin"
             Path(folder, path).write_bytes(data)
-            recorder.add(path, 0, data)
+            written += sums_of(number, 0, data)
             files.append(StoredFile(path, len(data)))
             pieces.append(StoredPiece(box, number, number % 5, tuple(strides)))
         tensor = StoredTensor("w", array.shape, dtype, tuple(pieces))
-        sums = Checksums(recorder.finish({f.path: f.size for f in files}), {})
+        sums = Checksums(file_sums(files, written), {})
         with open_storage(folder) as storage:
             catalog = Catalog(folder, "test", tuple(files), {"w": tensor})
             yield Source(storage, catalog, sums, Checker(sums, folder)), tensor

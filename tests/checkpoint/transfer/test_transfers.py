@@ -158,15 +158,6 @@ def test_a_piece_outside_is_damage() -> None:
         plan((6, 4), [Box((0, 0), (7, 4))], [Box.whole((6, 4))])
 
 
-def test_columns_to_columns_leave_as_they_lie() -> None:
-    shape = (1024, 2048)
-    have = [Box((0, at), (1024, at + 512)) for at in range(0, 2048, 512)]
-    want = [Box((0, at), (1024, at + 1024)) for at in range(0, 2048, 1024)]
-    assert plan(shape, have, want).regions == tuple(want)
-    rows = [Box((at, 0), (at + 256, 2048)) for at in range(0, 1024, 256)]
-    assert plan(shape, rows, want).regions == (Box.whole(shape),)
-
-
 def columns(layout: Layout, shape: tuple[int, int]) -> PieceTable:
     """A file for each box of a layout, without an object for each."""
     listed = listed_of(layout, shape)
@@ -178,7 +169,7 @@ def columns(layout: Layout, shape: tuple[int, int]) -> PieceTable:
 
 def test_many_tensors_on_many_ranks_are_planned_fast() -> None:
     """2,000 tensors from 1024 to 768 shards in 2 s of one core; here a tenth of them."""
-    from reshard.checkpoint.transfer.transfers import _regions, _without_replicas
+    from reshard.checkpoint.transfer.transfers import _without_replicas
 
     shape = (8192, 6144)
     have, want = Layout(Mesh(x=1024), "x -"), Layout(Mesh(x=768), "- x")
@@ -188,10 +179,7 @@ def test_many_tensors_on_many_ranks_are_planned_fast() -> None:
     for number in range(count):
         source, replicas = _without_replicas(columns(have, shape), shape[0] * shape[1])
         target = columns(want, shape)
-        regions = _regions(shape, source, target)
-        transfer = Transfer(
-            str(number), shape, "bfloat16", "bfloat16", source, replicas, target, regions
-        )
+        transfer = Transfer(str(number), shape, "bfloat16", "bfloat16", source, replicas, target)
         assert sum(1 for _ in transfer.windows(8 << 20)) == 13
     assert time.process_time() - start < within(count / 1000)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -14,14 +14,11 @@ import numpy as np
 from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.conversion.plan import ConversionPlan, Stamp
 from reshard.checkpoint.conversion.request import Request
-from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import (
     SIDECAR,
     Checker,
     Checksums,
     ChunkSum,
-    Recorder,
-    checksum,
     damage,
     sum_of,
 )
@@ -29,11 +26,12 @@ from reshard.checkpoint.publish.journal import Journal, read_journals
 from reshard.checkpoint.publish.workplace import Workplace
 from reshard.checkpoint.storage.local import Storage
 from reshard.checkpoint.storage.output_files import OutputFiles, replace_file
-from reshard.checkpoint.transfer.copying import Copier, Done, Sum, sums_of
+from reshard.checkpoint.transfer.copying import Copier, Done, checksums_of
 from reshard.checkpoint.transfer.transfers import CopyChunk, chunks_of
 from reshard.checkpoint.transfer.windows import (
     Budget,
     Buffers,
+    Meter,
     Source,
     collector_paused,
     in_order,
@@ -43,13 +41,16 @@ from reshard.text import quoted
 
 __all__ = ["Builder", "begin", "check_outside_tensors"]
 
-AT_ONCE = 256
-"""The most chunks that are read at the same time."""
-MOST_BYTES = 8 << 20
-"""The most bytes of these chunks."""
+BLOCK = 1 << 20
+CHUNKS = 2
+"""The way in which an output is split into chunks: a run is resumed only in the same way."""
+SYNC_EVERY = 2 << 30
+"""Bytes between two syncs, after which the journal survives a power failure."""
 
 
-def check_outside_tensors(storage: Storage, catalog: Catalog, sums: Checksums) -> None:
+def check_outside_tensors(
+    storage: Storage, catalog: Catalog, sums: Checksums, workers: int
+) -> None:
     """Raise DamageError if a file or tensor is missing, or a byte outside of tensors changed."""
     if all(file.path != SIDECAR for file in storage.list()):  # one file was opened, no folder
         return
@@ -60,10 +61,15 @@ def check_outside_tensors(storage: Storage, catalog: Catalog, sums: Checksums) -
             )
     for _, _, message in wrong_sizes(storage, sums):
         raise DamageError(message)
-    for some in _batches(_chunks(catalog, sums)):
-        for (path, chunk), found in zip(some, _sums_of(storage, some), strict=True):
-            if found != chunk.sum:
-                raise DamageError(damage(f"{storage.root}/{path}", chunk, found))
+
+    def check(task: tuple[str, ChunkSum], _: None) -> None:
+        path, chunk = task
+        found = sum_of(storage, path, chunk.start, chunk.stop)
+        if found != chunk.sum:
+            raise DamageError(damage(f"{storage.root}/{path}", chunk, found))
+
+    for _ in in_order(check, _chunks_outside(catalog, sums), workers):
+        pass
 
 
 def wrong_sizes(storage: Storage, sums: Checksums) -> Iterator[tuple[str, int | None, str]]:
@@ -80,7 +86,7 @@ def wrong_sizes(storage: Storage, sums: Checksums) -> Iterator[tuple[str, int | 
             yield path, found, f"{where} {message}: restore it from a copy"
 
 
-def _chunks(catalog: Catalog, sums: Checksums) -> Iterator[tuple[str, ChunkSum]]:
+def _chunks_outside(catalog: Catalog, sums: Checksums) -> Iterator[tuple[str, ChunkSum]]:
     """The chunks without a byte of a tensor."""
     pieces: dict[str, list[tuple[int, int]]] = {}
     for tensor in catalog.tensors.values():
@@ -98,38 +104,10 @@ def _chunks(catalog: Catalog, sums: Checksums) -> Iterator[tuple[str, ChunkSum]]
                 yield path, chunk
 
 
-def _batches(chunks: Iterable[tuple[str, ChunkSum]]) -> Iterator[list[tuple[str, ChunkSum]]]:
-    """Chunks in groups of a few MiB; a chunk that is longer is alone."""
-    some, size = list[tuple[str, ChunkSum]](), 0
-    for path, chunk in chunks:
-        length = chunk.stop - chunk.start
-        if some and (len(some) == AT_ONCE or size + length > MOST_BYTES):
-            yield some
-            some, size = [], 0
-        some.append((path, chunk))
-        size += length
-    if some:
-        yield some
-
-
-def _sums_of(storage: Storage, chunks: list[tuple[str, ChunkSum]]) -> list[bytes]:
-    """The present checksums of chunks."""
-    path, first = chunks[0]
-    if first.stop - first.start > MOST_BYTES:
-        return [sum_of(storage, path, first.start, first.stop)]
-    ranges = [(path, chunk.start, chunk.stop - chunk.start) for path, chunk in chunks]
-    return [checksum(data) for data in storage.read_many(ranges)]
-
-
-BLOCK = 1 << 20
-SYNC_EVERY = 2 << 30
-"""Bytes between two syncs, after which the journal survives a power failure."""
-
-
 def begin(place: Workplace, plan: ConversionPlan, request: Request, budget: Budget) -> int:
     """Start anew, or continue an earlier run; returns the size of the windows to use."""
     found = place.request()
-    identity = plan.identity(request.checksums)
+    identity = {**plan.identity(request.checksums), "chunks": CHUNKS}
     if found is None:
         place.begin_anew()
         place.note_request({**identity, "window": budget.window})
@@ -164,22 +142,27 @@ class Builder:
     source_sums: Checksums | None
     source: Source = field(init=False)
     target: OutputFiles = field(init=False)
-    recorder: Recorder = field(default_factory=Recorder)
+    copier: Copier = field(init=False)
     resumed_bytes: int = 0
-    written_bytes: int = 0
+    num_chunks: int = 0
+    """The number of chunks of all processes, once ``copy`` has looked at them."""
+    _meter: Meter = field(init=False)
+    _prepared: Done = field(default_factory=lambda: Done(-1))
+    """What was written besides tensors."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _unsynced: int = 0
-    _total: int = 0
-    _num_chunks: int | None = None
 
     def __post_init__(self) -> None:
-        self._total = sum(transfer.target_bytes for transfer in self.plan.transfers)
+        total = sum(transfer.target_bytes for transfer in self.plan.transfers)
+        self._meter = Meter(self.request.progress, total)
         storage, catalog, sums = self.storage, self.plan.catalog, self.source_sums
         self.source = Source(storage, catalog, sums)
         if self.request.checksums:
             self.source = Source.of(storage, catalog, sums)
             self.source.checker = Checker(self._checked_sums(), storage.root)
         self.target = OutputFiles(self.place.data, self.plan.output.files)
+        checksums, compares = self.request.checksums, self.request.compare_replicas
+        self.copier = Copier(self.plan.transfers, self.source, self.target, checksums, compares)
 
     def prepare(self) -> None:
         """Create all files at their full size, and write everything but the tensors."""
@@ -199,38 +182,30 @@ class Builder:
             for literal in output.tensors[transfer.name].literals()
         )
         for literal in chain(output.literals, around):
-            self._put(literal.file, literal.offset, memoryview(literal.data))
+            self._put(literal.file, literal.offset, literal.data)
         for copy in output.objects:
             source = copy.source
             for at, data in self._read(self.source.name(source.file), source.offset, source.size):
                 if (crcs := self.source.crcs) is not None:
                     crcs.add(crcs.parts(source.file, source.offset + at, data))
-                self._put(copy.file, copy.offset + at, memoryview(data))
+                self._put(copy.file, copy.offset + at, data)
         for file, number in self.plan.others:
             for at, data in self._read(file.path, 0, file.size):
-                self._put(number, at, memoryview(data))
+                self._put(number, at, data)
         replace_file(self.place.folder / "prepared", b"")
 
     def copy(self) -> None:
         """Copy the chunks of this process that are not done yet."""
         with Journal(self.place.folder, self.request.team.rank) as journal:
-            done = {record["chunk"]: record for record in self._records()}
-            self.resumed_bytes = sum(record["bytes"] for record in done.values())
-            self.written_bytes = self.resumed_bytes
-            self._report(0)
-            copier = Copier(
-                self.plan.transfers,
-                self.source,
-                self.target,
-                self.request.checksums,
-                self.request.compare_replicas,
-            )
+            done = {record["chunk"]: record["bytes"] for record in self._records()}
+            self.resumed_bytes = sum(done.values())
+            self._meter(self.resumed_bytes)
 
             def work(chunk: CopyChunk, buffers: Buffers) -> None:
-                self._finished(copier.copy(chunk, buffers), journal)
+                self._finished(self.copier.copy(chunk, buffers), journal)
 
             make = partial(Buffers, self.budget.window, self.plan.casts)
-            for _ in in_order(work, self._to_do(set(done)), self.budget.workers, make):
+            for _ in in_order(work, self._to_do(done), self.budget.workers, make):
                 pass
             self._sync(journal)
         self.source.count(self.source.checker.finish(self.storage))
@@ -238,8 +213,14 @@ class Builder:
     def seal(self) -> None:
         """Check that the output is complete and correct, and write its checksums."""
         with collector_paused():
-            chunks = {record["chunk"]: Done.from_record(record) for record in self._records()}
-            self._check_all_done(set(chunks))
+            done = {record["chunk"]: Done.from_record(record) for record in self._records()}
+        missing = set(range(self.num_chunks)) - done.keys()
+        for chunk in self._chunks() if missing else ():
+            if chunk.number in missing:
+                name = self.plan.transfers[chunk.windows[0][0]].name
+                raise UnfinishedError(
+                    f"chunk {chunk.number} (of {quoted(name)}) is not done; continue with --resume"
+                )
         if Stamp.of(self.plan.catalog, self.storage) != self.plan.stamp:
             raise DamageError(
                 f"{self.storage.root} was changed while it was converted: nothing was published; "
@@ -247,8 +228,8 @@ class Builder:
             )
         if self.source.crcs is not None:
             # What all ranks and runs have read; bytes that no output tensor needs are read now.
-            for done in chunks.values():
-                self.source.crcs.add(done.crcs)
+            for one in done.values():
+                self.source.crcs.add(one.crcs)
             self.source.check_crcs()
         sums = self._checked_sums() if self.resumed_bytes else None
         for file in self.plan.catalog.files:
@@ -256,31 +237,24 @@ class Builder:
                 # An interrupted earlier run may have read it only in part.
                 self.source.count(self.source.checker.finish_file(self.storage, file.path))
         if self.request.checksums:
-            values = [0] * len(self.plan.transfers)
-            for done in chunks.values():
-                self._record(done.sums)
-                for which, value in done.parts.items():
-                    values[which] = (values[which] + value) % digest.MODULUS
-            self._write_sidecar(values)
+            self._write_sidecar([self._prepared, *done.values()])
         else:
             self.place.note_result(self.plan.identity(checksums=False))
         self._sync_files()
         self.target.sync_folders()
         self.target.close()
 
-    def _write_sidecar(self, values: list[int]) -> None:
+    def _write_sidecar(self, done: Iterable[Done]) -> None:
         """Write checksums and digests; unchanged tensors must have the digests of the source."""
-        digests = {}
+        plan = self.plan
+        tensors = [(one.name, one.shape, one.want) for one in plan.transfers]
+        sums = checksums_of(done, plan.output.files, tensors, plan.identity(checksums=True))
         known = self.source_sums.digests if self.source_sums else {}
-        for transfer, value in zip(self.plan.transfers, values, strict=True):
-            found = digest.finish(value, transfer.shape, transfer.want)
+        for transfer in plan.transfers:
+            found = sums.digests[transfer.name]
             expected = known.get(transfer.name, found)
-            if found != expected and self.plan.is_unchanged(transfer):
+            if found != expected and plan.is_unchanged(transfer):
                 raise self.source.digest_damage(transfer, found, expected)
-            digests[transfer.name] = found
-        sizes = {file.path: file.size for file in self.plan.output.files}
-        identity = self.plan.identity(checksums=True)
-        sums = Checksums(self.recorder.finish(sizes), digests, identity)
         replace_file(self.place.data / SIDECAR, sums.to_bytes())
 
     def _checked_sums(self) -> Checksums | None:
@@ -293,29 +267,16 @@ class Builder:
         )
         return None if has_digests else sums
 
-    def _to_do(self, done: set[int]) -> Iterator[CopyChunk]:
-        count = 0
-        for chunk in chunks_of(self.plan.transfers, self.budget.window):
-            count += 1
+    def _chunks(self) -> Iterator[CopyChunk]:
+        """The chunks of all processes."""
+        return chunks_of(self.plan.transfers, self.budget.window)
+
+    def _to_do(self, done: Collection[int]) -> Iterator[CopyChunk]:
+        """The chunks of this process that are not done."""
+        for chunk in self._chunks():
+            self.num_chunks = chunk.number + 1
             if chunk.number not in done and self.request.team.takes(chunk.number):
                 yield chunk
-        self._num_chunks = count
-
-    def _check_all_done(self, done: set[int]) -> None:
-        if done.issuperset(range(self.num_chunks())):
-            return
-        for chunk in chunks_of(self.plan.transfers, self.budget.window):
-            if chunk.number not in done:
-                name = self.plan.transfers[chunk.windows[0][0]].name
-                raise UnfinishedError(
-                    f"chunk {chunk.number} (of {quoted(name)}) is not done; continue with --resume"
-                )
-
-    def num_chunks(self) -> int:
-        """The number of chunks of all processes."""
-        if self._num_chunks is None:
-            self._num_chunks = sum(1 for _ in chunks_of(self.plan.transfers, self.budget.window))
-        return self._num_chunks
 
     def _records(self) -> list[dict[str, Any]]:
         return [record for record in read_journals(self.place.folder) if "chunk" in record]
@@ -328,7 +289,7 @@ class Builder:
             self._unsynced = 0 if is_time else self._unsynced
         if is_time:
             self._sync(journal)
-        self._report(done.num_bytes)
+        self._meter(done.num_bytes)
 
     def _sync(self, journal: Journal) -> None:
         count = journal.num_records
@@ -347,21 +308,8 @@ class Builder:
                 "fix the cause; --resume then copies everything again"
             ) from None
 
-    def _report(self, num_bytes: int) -> None:
-        with self._lock:
-            self.written_bytes += num_bytes
-            if self.request.progress is not None:
-                self.request.progress(self.written_bytes, self._total)
-
-    def _put(self, file: int, offset: int, data: memoryview) -> None:
-        self.target.write(file, offset, data)
-        if self.request.checksums:
-            self._record(sums_of(file, offset, data))
-
-    def _record(self, sums: Iterable[Sum]) -> None:
-        for file, start, stop, text in sums:
-            path = self.plan.output.files[file].path
-            self.recorder.put(path, [ChunkSum(start, stop, bytes.fromhex(text))])
+    def _put(self, file: int, offset: int, data: bytes) -> None:
+        self.copier.write(self._prepared, file, offset, memoryview(data))
 
     def _read(self, path: str, start: int, size: int) -> Iterator[tuple[int, bytes]]:
         """A range of a source file in blocks, each with its offset in the range."""

@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from math import prod
+from typing import TypeAlias
 
 from reshard.checkpoint.catalog import Catalog, StoredTensor
-from reshard.checkpoint.transfer.transfers import one_dtype, pieces_of, source_tensors
+from reshard.checkpoint.transfer.transfers import SourceTensor, one_dtype, pieces_of
 from reshard.errors import NamesError, PlanError
 from reshard.layout.box import Box
 from reshard.layout.coverage import missing_boxes
@@ -37,7 +38,7 @@ from reshard.planning.names import (
 from reshard.rules.language import matching
 from reshard.text import count, quoted
 
-__all__ = ["Outline", "feeds_for", "left_over", "outlines_of", "rename_tensors", "stored_outlines"]
+__all__ = ["Outline", "left_over", "outlines_of", "rename_tensors", "sources_for"]
 
 _ANYWHERE = Layout(Mesh(), "...")
 
@@ -53,14 +54,11 @@ class Outline:
     dtype: str
 
 
-def stored_outlines(catalog: Catalog) -> dict[str, Outline]:
-    """The tensors of a checkpoint."""
-    return {name: Outline(one.shape, one.dtype) for name, one in catalog.tensors.items()}
+Tensors: TypeAlias = Mapping[str, Outline | StoredTensor]
+"""The tensors of a source."""
 
 
-def outlines_of(
-    have: Mapping[str, Outline], names: Names, drop: Sequence[str] = ()
-) -> dict[str, Outline]:
+def outlines_of(have: Tensors, names: Names, drop: Sequence[str] = ()) -> dict[str, Outline]:
     """All output tensors: those that names produces, and the others unchanged.
 
     Tensors that match ``drop`` are used only where names takes them.
@@ -79,7 +77,7 @@ def outlines_of(
             keys[name] = key
             used |= set(parts)
     gone = used | _dropped(have, drop)
-    kept = {name: outline for name, outline in have.items() if name not in gone}
+    kept = {name: Outline(o.shape, o.dtype) for name, o in have.items() if name not in gone}
     double = next((name for name in kept if name in found), None)
     if double is not None:
         raise NamesError(
@@ -89,9 +87,7 @@ def outlines_of(
     return kept | found
 
 
-def left_over(
-    have: Mapping[str, Outline], names: Names, drop: Sequence[str] = ()
-) -> tuple[str, ...]:
+def left_over(have: Tensors, names: Names, drop: Sequence[str] = ()) -> tuple[str, ...]:
     """Parts of source tensors that are in no output tensor and were not dropped by request.
 
     >>> from reshard.planning.names import take
@@ -117,7 +113,7 @@ def left_over(
     return tuple(found)
 
 
-def _dropped(have: Mapping[str, Outline], drop: Sequence[str]) -> set[str]:
+def _dropped(have: Tensors, drop: Sequence[str]) -> set[str]:
     """The source tensors that patterns match; a pattern that matches none is an error."""
     found: set[str] = set()
     for pattern in drop:
@@ -130,19 +126,21 @@ def _dropped(have: Mapping[str, Outline], drop: Sequence[str]) -> set[str]:
     return found
 
 
-def feeds_for(
-    wanted: Mapping[str, tuple[int, ...]], have: Mapping[str, Outline], names: Names
-) -> Iterator[tuple[str, list[Feed], tuple[Box, ...]]]:
+def sources_for(
+    wanted: Mapping[str, tuple[int, ...]], catalog: Catalog, names: Names
+) -> Iterator[tuple[str, tuple[SourceTensor, ...], tuple[Box, ...]]]:
     """For each output tensor its source tensors, and the boxes that are filled with zeros."""
+    stored = catalog.tensors
     if not names:
-        yield from ((name, [Feed(name)], ()) for name in wanted)
+        yield from ((name, (SourceTensor(stored[name], Feed(name)),), ()) for name in wanted)
         return
-    specs = {key: TensorSpec(o.shape, o.dtype, _ANYWHERE) for key, o in have.items()}
+    specs = {key: TensorSpec(one.shape, one.dtype, _ANYWHERE) for key, one in stored.items()}
     for name, shape in wanted.items():
         found = feeds_of(name, TensorSpec(shape, "uint8", _ANYWHERE), specs, names)
         if isinstance(found, list):
             raise NamesError(f"{quoted(name)} needs {', '.join(found[:3])}, which is absent")
-        yield (name, *found)
+        feeds, zeros = found
+        yield name, tuple(SourceTensor(stored[feed.name], feed) for feed in feeds), zeros
 
 
 def rename_tensors(catalog: Catalog, names: Names, drop: Sequence[str] = ()) -> Catalog:
@@ -150,12 +148,10 @@ def rename_tensors(catalog: Catalog, names: Names, drop: Sequence[str] = ()) -> 
 
     This verifies a conversion with names: the renamed source must equal the output bit by bit.
     """
-    have = stored_outlines(catalog)
-    outlines = outlines_of(have, names, drop)
+    outlines = outlines_of(catalog.tensors, names, drop)
     shapes = {name: outline.shape for name, outline in outlines.items()}
     tensors = {}
-    for name, feeds, zeros in feeds_for(shapes, have, names):
-        fed = source_tensors(catalog, feeds)
+    for name, fed, zeros in sources_for(shapes, catalog, names):
         if len(fed) == 1 and not fed[0].feed.moves and not zeros:
             tensors[name] = replace(fed[0].tensor, name=name)
             continue
@@ -165,9 +161,7 @@ def rename_tensors(catalog: Catalog, names: Names, drop: Sequence[str] = ()) -> 
     return replace(catalog, tensors=tensors)
 
 
-def _filled_in(
-    key: str, source: Source, have: Mapping[str, Outline]
-) -> Iterator[tuple[str, list[str]]]:
+def _filled_in(key: str, source: Source, have: Tensors) -> Iterator[tuple[str, list[str]]]:
     """The output names that a key stands for, each with its source names."""
     match source:
         case str():
@@ -222,7 +216,7 @@ def _leading(key: str, source: Source, templates: Sequence[str]) -> tuple[str, s
 
 
 def _captures(
-    template: str, free: str | None, have: Mapping[str, Outline]
+    template: str, free: str | None, have: Tensors
 ) -> list[tuple[dict[str, str], set[str]]]:
     """The numbers for which the source has a name that fits, each once, with those of a stack."""
     pattern = template_regex(template)
@@ -249,7 +243,7 @@ def _counted(name: str, template: str, place: str, numbers: set[str]) -> list[st
     return [fill_in(template, {place: number}) for number in expected]
 
 
-def _outline(name: str, source: Source, parts: Sequence[Outline]) -> Outline:
+def _outline(name: str, source: Source, parts: Sequence[Outline | StoredTensor]) -> Outline:
     """The shape and dtype of an output tensor, from its sources."""
     first = parts[0]
     match source:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint.catalog import Catalog
-from reshard.checkpoint.conversion.names import feeds_for, left_over, outlines_of, stored_outlines
+from reshard.checkpoint.conversion.names import left_over, outlines_of, sources_for
 from reshard.checkpoint.conversion.request import LayoutRequest, Request, notes_of, wanted_of
 from reshard.checkpoint.formats.checks import is_distcp
 from reshard.checkpoint.formats.reader import config_of
@@ -30,7 +30,7 @@ from reshard.checkpoint.storage.local import (
     Storage,
     StoredFile,
 )
-from reshard.checkpoint.transfer.transfers import Transfer, source_tensors, transfer_of
+from reshard.checkpoint.transfer.transfers import Transfer, transfer_of
 from reshard.errors import CheckpointError, SizeError
 from reshard.planning.names import Feed, Names, names_of
 from reshard.text import parse_bytes, quoted
@@ -126,7 +126,7 @@ def plan_conversion(
         layouts.check_whole(format)
     else:
         layouts = layouts.with_config(storage)
-    have = stored_outlines(catalog)
+    have = catalog.tensors
     if not have and not catalog.objects:
         raise CheckpointError(f"{catalog.root} holds no tensors: there is nothing to convert")
     names = request.names
@@ -141,10 +141,10 @@ def plan_conversion(
     output = _output(request, format, wanted, catalog, storage)
     transfers, renamed = [], set[str]()
     shapes = {name: tensor.shape for name, tensor in output.tensors.items()}
-    for name, feeds, zeros in feeds_for(shapes, have, names):
-        one, fed = output.tensors[name], source_tensors(catalog, feeds)
-        transfers.append(transfer_of(name, one.shape, one.dtype, fed, one.pieces, zeros))
-        if zeros or feeds != [Feed(name)]:
+    for name, fed, zeros in sources_for(shapes, catalog, names):
+        one = output.tensors[name]
+        transfers.append(transfer_of(name, one.shape, one.dtype, fed, one, zeros))
+        if zeros or [each.feed for each in fed] != [Feed(name)]:
             renamed.add(name)
     output, others = _with_others(output, catalog, format)
     left_out = (*output.left_out, *catalog.left_out, *left_over(have, names, request.drop))

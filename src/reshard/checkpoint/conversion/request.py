@@ -136,28 +136,22 @@ class LayoutRequest:
     replicate: str | None = None
 
     @classmethod
-    def of(
-        cls,
-        mesh: Mesh | str | None,
-        rules: Rules | str | Path | None,
-        layouts: Mapping[str, str | Layout] | None,
-        dtype: object,
-        fsdp: str | None = None,
-        replicate: str | None = None,
-    ) -> LayoutRequest:
+    def of(cls, request: Request) -> LayoutRequest:
         """Read the arguments of ``convert``."""
-        is_one = dtype is not None and not isinstance(dtype, Mapping)
-        want = canonical_dtype(dtype) if is_one else dtype
-        if isinstance(want, str) and not is_float(want):
-            raise DtypeError(
-                f"dtype {want} is not floating-point: it is for all floating-point parameters; "
-                "use float32, bfloat16, float16 or another float"
-            )
+        rules, dtype = request.rules, request.dtype
+        if dtype is not None and not isinstance(dtype, Mapping):
+            dtype = canonical_dtype(dtype)
+            if not is_float(dtype):
+                raise DtypeError(
+                    f"dtype {dtype} is not floating-point: it is for all floating-point "
+                    "parameters; use float32, bfloat16, float16 or another float"
+                )
         if rules is not None:
             from reshard.rules import Rules
 
             rules = rules if isinstance(rules, Rules) else Rules.load(rules)
-        return cls(as_mesh(mesh), rules, layouts or {}, want, fsdp, replicate)  # type: ignore[arg-type]
+        mesh, layouts = as_mesh(request.mesh), request.layouts or {}
+        return cls(mesh, rules, layouts, dtype, request.fsdp, request.replicate)
 
     @property
     def has_mesh(self) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, r
 from reshard.checkpoint.integrity.checksums import SIDECAR, load_checksums
 from reshard.checkpoint.output import count_tensor_files
 from reshard.checkpoint.publish.journal import ALONE, Team
-from reshard.checkpoint.publish.workplace import Workplace, free_bytes
+from reshard.checkpoint.publish.workplace import free_bytes
 from reshard.checkpoint.storage.local import Storage
 from reshard.checkpoint.storage.output_files import MAX_COPY, named
 from reshard.checkpoint.transfer.windows import Budget, Buffers, collector_paused
@@ -166,129 +166,173 @@ def convert(
     ``source_mesh`` and ``source_rules`` describe rank files that do not record their layout.
     """
     request = Request(**locals())
-    wanted = LayoutRequest.of(mesh, rules, layouts, dtype, fsdp, replicate)
+    wanted = LayoutRequest.of(request)
     with open_storage(request.src) as storage:
         with collector_paused():
             known = as_rules(source_rules, storage)
             catalog = read_catalog(storage, known, as_mesh(source_mesh))
             plan = plan_conversion(request, wanted, catalog, storage)
-        report = (_dry_run if dry_run else _convert)(request, plan, storage)
+        began = time.monotonic()
+        conversion = _Conversion(request, plan, storage)
+        if dry_run:
+            conversion.check()
+        else:
+            conversion.run()
+        report = conversion.report(None if dry_run else time.monotonic() - began)
     log.info("convert %s: %s", src, str(report).partition("\n")[0])
     return report
 
 
-def _dry_run(request: Request, plan: ConversionPlan, storage: Storage) -> ConvertReport:
-    place = request.place()
-    kept = request.check_destination(place, plan.paths)
-    if request.remote is None:
-        place.check_writable()
-    return _report(request, place, plan, request.budget(storage), left_alone=kept)
+class _Conversion:
+    """A conversion that was planned."""
 
+    def __init__(self, request: Request, plan: ConversionPlan, storage: Storage) -> None:
+        self.request, self.plan, self.storage = request, plan, storage
+        self.place, self.budget = request.place(), request.budget(storage)
+        self.identity = plan.identity(request.checksums)
+        self.builder: Builder | None = None
+        """What writes the output, unless an earlier run has."""
+        self.kept: tuple[str, ...] = ()
+        """Names of other files at the destination."""
 
-def _convert(request: Request, plan: ConversionPlan, storage: Storage) -> ConvertReport:
-    started = time.monotonic()
-    team = request.team
-    if request.remote is not None and team.size > 1:
-        raise CheckpointError(
-            f"{request.dst} is written by one process: start it once, or give --no-ranks"
-        )
-    place = request.place()
-    budget = request.budget(storage)
-    if team.leads:
-        place.settle()
-    if request.resume and _is_complete(request, plan, place):
-        return _report(request, place, plan, budget, time.monotonic() - started)
-    sums = load_checksums(storage) if request.checksums else None
-    if sums is not None and team.leads:
-        check_outside_tensors(storage, plan.catalog, sums)
-    with ExitStack() as stack:
+    def check(self) -> None:
+        """What a dry run does: refuse a destination that cannot be written."""
+        self.kept = self.request.check_destination(self.place, self.plan.paths)
+        if self.request.remote is None:
+            self.place.check_writable()
+
+    def run(self) -> None:
+        """Write and publish the output."""
+        request, place, team = self.request, self.place, self.request.team
+        if request.remote is not None and team.size > 1:
+            raise CheckpointError(
+                f"{request.dst} is written by one process: start it once, or give --no-ranks"
+            )
         if team.leads:
-            request.check_destination(place, plan.paths)
-            place.enter()
-            stack.callback(place.leave)
-            team.forget(place)
-        budget = _agreed_budget(request, plan, place, budget)
-        builder = Builder(request, plan, storage, place, budget, sums)
-        stack.callback(builder.target.close)
-        kept = _build(builder)
-    seconds = time.monotonic() - started
-    return _report(request, place, plan, budget, seconds, builder, left_alone=kept)
-
-
-def _agreed_budget(
-    request: Request, plan: ConversionPlan, place: Workplace, budget: Budget
-) -> Budget:
-    """The budget with the window size that all ranks, and all runs of one conversion, share."""
-    if request.team.leads:
-        window = begin(place, plan, request, budget)
-    else:
-        window = request.team.wait_for_leader(place, plan.fingerprint)
-    total, each = parse_bytes(request.memory), worker_bytes(window, plan.casts)
-    if each > total:
-        raise MemoryCapError(
-            f"the conversion was begun with windows of {window} bytes, for which {total} bytes of "
-            f"memory are too few: give --memory {each}"
-        )
-    return replace(budget, window=window, workers=min(budget.workers, total // each))
-
-
-def _build(builder: Builder) -> tuple[str, ...]:
-    """Prepare, copy, seal, publish; rank 0 does the first and the last two.
-
-    Returns the names of other files at the destination, which are kept. The other ranks learn of a
-    failure.
-    """
-    team, place = builder.request.team, builder.place
-    try:
-        with named(place.folder):
+            place.settle()
+        if request.resume and self._is_complete():
+            return
+        sums = load_checksums(self.storage) if request.checksums else None
+        if sums is not None and team.leads:
+            check_outside_tensors(self.storage, self.plan.catalog, sums, self.budget.workers)
+        with ExitStack() as stack:
             if team.leads:
-                builder.prepare()
-            builder.copy()
-            if team.leads:
+                request.check_destination(place, self.plan.paths)
+                place.enter()
+                stack.callback(place.leave)
+                team.forget(place)
+            self._agree_on_budget()
+            builder = Builder(request, self.plan, self.storage, place, self.budget, sums)
+            stack.callback(builder.target.close)
+            self._build(builder)
+        self.builder = builder
+
+    def _agree_on_budget(self) -> None:
+        """Use the window size that all ranks, and all runs of one conversion, share."""
+        request, plan = self.request, self.plan
+        if request.team.leads:
+            window = begin(self.place, plan, request, self.budget)
+        else:
+            window = request.team.wait_for_leader(self.place, plan.fingerprint)
+        total, each = parse_bytes(request.memory), worker_bytes(window, plan.casts)
+        if each > total:
+            raise MemoryCapError(
+                f"the conversion was begun with windows of {window} bytes, for which {total} bytes "
+                f"of memory are too few: give --memory {each}"
+            )
+        self.budget = Budget(min(self.budget.workers, total // each), window)
+
+    def _build(self, builder: Builder) -> None:
+        """Prepare, copy, seal, publish; rank 0 does the first and the last two.
+
+        The other ranks learn of a failure.
+        """
+        team, place = self.request.team, self.place
+        try:
+            with named(place.folder):
+                if team.leads:
+                    builder.prepare()
+                builder.copy()
+                if not team.leads:
+                    team.wait_for_publish(place)
+                    return
                 if team.size > 1:
-                    team.wait_for_all(place, builder.num_chunks())
+                    team.wait_for_all(place, builder.num_chunks)
                 builder.seal()
-                return _publish(builder)
-            team.wait_for_publish(place)
-            return ()
-    except BaseException as error:
-        team.note_failure(place, error)
-        match error:
-            case DamageError() | UnsupportedError() if team.size == 1:
-                place.discard()  # a source that cannot be read leaves nothing to resume
-            case TargetError() | UnfinishedError() | DamageError() | UnsupportedError():
-                pass
-            case OSError():  # which every CheckpointError is
-                raise UnfinishedError(f"{error}; what was written is kept for --resume") from error
-        raise
+                self._publish()
+        except BaseException as error:
+            team.note_failure(place, error)
+            match error:
+                case DamageError() | UnsupportedError() if team.size == 1:
+                    place.discard()  # a source that cannot be read leaves nothing to resume
+                case TargetError() | UnfinishedError() | DamageError() | UnsupportedError():
+                    pass
+                case OSError():  # which every CheckpointError is
+                    kept = f"{error}; what was written is kept for --resume"
+                    raise UnfinishedError(kept) from error
+            raise
 
+    def _publish(self) -> None:
+        """Move the output to its destination."""
+        place, remote, paths = self.place, self.request.remote, self.plan.paths
+        if remote is None:
+            self.kept = place.publish(self.request.overwrite, paths)
+            return
+        sidecar = [SIDECAR] if (place.data / SIDECAR).exists() else []
+        remote.upload(place.data, [*paths, *sidecar], self.identity)
+        place.finish()
 
-def _publish(builder: Builder) -> tuple[str, ...]:
-    """Move the output to its destination; the names of other files there."""
-    place, remote, paths = builder.place, builder.request.remote, builder.plan.paths
-    if remote is None:
-        return place.publish(builder.request.overwrite, paths)
-    sidecar = [SIDECAR] if (place.data / SIDECAR).exists() else []
-    identity = builder.plan.identity(builder.request.checksums)
-    remote.upload(place.data, [*paths, *sidecar], identity)
-    place.finish()
-    return ()
+    def _is_complete(self) -> bool:
+        """Whether the destination is the result of this very request, from an earlier run."""
+        place, remote = self.place, self.request.remote
+        if remote is not None:
+            is_result = remote.is_result(self.identity)
+        else:
+            is_result = place.is_result(self.identity, self.plan.output.files)
+        if is_result and self.request.team.leads and place.folder.exists():
+            place.enter()
+            found = place.request()
+            if found is None or found.get("fingerprint") == self.plan.fingerprint:
+                place.discard()
+            place.leave()
+        return is_result
 
-
-def _is_complete(request: Request, plan: ConversionPlan, place: Workplace) -> bool:
-    """Whether the destination is the result of this very request, from an earlier run."""
-    identity, remote = plan.identity(request.checksums), request.remote
-    if remote is not None:
-        is_result = remote.is_result(identity)
-    else:
-        is_result = place.is_result(identity, plan.output.files)
-    if is_result and request.team.leads and place.folder.exists():
-        place.enter()
-        found = place.request()
-        if found is None or found.get("fingerprint") == plan.fingerprint:
-            place.discard()
-        place.leave()
-    return is_result
+    def report(self, seconds: float | None) -> ConvertReport:
+        """The figures of what was done, or would be."""
+        request, plan, builder = self.request, self.plan, self.builder
+        output, others, transfers = plan.output, plan.others, plan.transfers
+        unique_bytes = sum(transfer.source_bytes for transfer in transfers)
+        to_read = unique_bytes + sum(copy.source.size for copy in output.objects)
+        to_read += sum(file.size for file, _ in others)
+        if request.compare_replicas:
+            to_read += sum(int(t.replicas.num_bytes.sum()) for t in transfers if len(t.replicas))
+        resumed = builder.resumed_bytes if builder else 0
+        team = ALONE if request.dry_run else request.team
+        return ConvertReport(
+            source=request.src,
+            target=request.dst,
+            format=plan.format,
+            dry_run=request.dry_run,
+            num_tensors=len(transfers),
+            num_files=count_tensor_files(output.files[: len(output.files) - len(others)]),
+            num_others=len(others),
+            unique_bytes=unique_bytes,
+            bytes_read=to_read if request.dry_run else builder.source.num_bytes if builder else 0,
+            bytes_written=output.num_bytes - resumed if request.dry_run or builder else 0,
+            bytes_resumed=resumed,
+            memory=self.budget.workers * worker_bytes(self.budget.window, plan.casts),
+            workers=self.budget.workers,
+            disk_needed=output.num_bytes,
+            disk_free=free_bytes(self.place.folder.parent),
+            seconds=seconds,
+            checksums=request.checksums,
+            was_complete=builder is None and not request.dry_run,
+            left_out=output.left_out,
+            left_alone=self.kept,
+            notes=(*plan.notes, *plan.catalog.notes),
+            rank=team.rank,
+            num_ranks=team.size,
+        )
 
 
 def worker_bytes(window: int, casts: bool) -> int:
@@ -296,47 +340,3 @@ def worker_bytes(window: int, casts: bool) -> int:
     need."""
     own = window // 2 + min(window, 2 << 20) + min(window, MAX_COPY)
     return Buffers.size_of(window, casts) + window + own
-
-
-def _report(
-    request: Request,
-    place: Workplace,
-    plan: ConversionPlan,
-    budget: Budget,
-    seconds: float | None = None,
-    builder: Builder | None = None,
-    left_alone: tuple[str, ...] = (),
-) -> ConvertReport:
-    output, others, transfers = plan.output, plan.others, plan.transfers
-    unique_bytes = sum(transfer.source_bytes for transfer in transfers)
-    to_read = unique_bytes + sum(copy.source.size for copy in output.objects)
-    to_read += sum(file.size for file, _ in others)
-    if request.compare_replicas:
-        to_read += sum(int(t.replicas.num_bytes.sum()) for t in transfers if len(t.replicas))
-    resumed = builder.resumed_bytes if builder else 0
-    team = ALONE if request.dry_run else request.team
-    return ConvertReport(
-        source=request.src,
-        target=request.dst,
-        format=plan.format,
-        dry_run=request.dry_run,
-        num_tensors=len(transfers),
-        num_files=count_tensor_files(output.files[: len(output.files) - len(others)]),
-        num_others=len(others),
-        unique_bytes=unique_bytes,
-        bytes_read=to_read if request.dry_run else builder.source.num_bytes if builder else 0,
-        bytes_written=output.num_bytes - resumed if request.dry_run or builder else 0,
-        bytes_resumed=resumed,
-        memory=budget.workers * worker_bytes(budget.window, plan.casts),
-        workers=budget.workers,
-        disk_needed=output.num_bytes,
-        disk_free=free_bytes(place.folder.parent),
-        seconds=seconds,
-        checksums=request.checksums,
-        was_complete=builder is None and not request.dry_run,
-        left_out=output.left_out,
-        left_alone=left_alone,
-        notes=(*plan.notes, *plan.catalog.notes),
-        rank=team.rank,
-        num_ranks=team.size,
-    )

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard.checkpoint.catalog import Catalog, StoredPiece, StoredTensor
 from reshard.checkpoint.storage.local import Storage, StoredFile
@@ -24,9 +25,11 @@ if TYPE_CHECKING:
     from reshard.rules import Rules
 
 __all__ = [
-    "RANK_METADATA", "Findings", "LocalTensor", "Reading", "checked_shape", "is_distcp",
-    "missing_parts", "rank_of", "shown", "whole_numbers", "whole_tensors",
+    "RANK_METADATA", "Findings", "LocalTensor", "Reading", "checked_shape", "first_of_each",
+    "is_distcp", "missing_parts", "rank_of", "shown", "whole_numbers", "whole_tensors",
 ]  # fmt: skip
+
+Value = TypeVar("Value")
 
 _PLAIN = (int, float, str, bool, type(None))
 MAX_SHOWN = 8
@@ -57,17 +60,11 @@ def checked_shape(values: object, where: str, name: str | None = None) -> tuple[
     """
     # Thousands of tensors may share one list of millions: a list that is too long is not visited.
     too_long = isinstance(values, list | tuple) and len(values) > MAX_DIMS
-    if isinstance(values, list | tuple) and not too_long:
-        count = 1
-        for size in values:
-            if type(size) is not int or size < 0:
-                break
-            count *= size or 1
-        else:
-            if count <= MAX_ELEMENTS:
-                return tuple(values)
+    sizes = None if too_long else whole_numbers(values)
+    if sizes is not None and prod(size or 1 for size in sizes) <= MAX_ELEMENTS:
+        return sizes
     about = where if name is None else f"{where}: tensor {quoted(name)}"
-    if not too_long and whole_numbers(values) is None:
+    if not too_long and sizes is None:
         raise DamageError(f"{about} has the shape {shown(values)}: sizes are numbers from 0 on")
     raise DamageError(
         f"{about} has the shape {shown(values)}: no tensor has that many dims or elements"
@@ -196,6 +193,15 @@ class LocalTensor:
     offset: int
     storage: str = ""
     """The member of the archive that holds it; empty outside of archives."""
+
+
+def first_of_each(mappings: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
+    """The entries of all mappings; where several have a name, the first wins."""
+    found: dict[str, Value] = {}
+    for mapping in mappings:
+        for name, value in mapping.items():
+            found.setdefault(name, value)
+    return found
 
 
 _whole = lru_cache(maxsize=4096)(Box.whole)  # one object per shape: many tensors have the same

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import add, gt
-from typing import TYPE_CHECKING
 
 from reshard.checkpoint.catalog import Catalog, Crc, StoredObject, StoredPiece, StoredTensor
 from reshard.checkpoint.formats.checks import (
@@ -28,11 +27,10 @@ from reshard.checkpoint.formats.checks import (
     shown,
     whole_numbers,
 )
-from reshard.checkpoint.formats.torch.archive import Archive, read_archives
+from reshard.checkpoint.formats.torch.archive import Archive, each_archive
 from reshard.checkpoint.formats.torch.tensors import (
     View,
     Visits,
-    allow_tensors,
     dtype_of,
     is_plain,
     is_tensor,
@@ -44,17 +42,12 @@ from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.layout.box import Box
 from reshard.text import quoted
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = ["read_distcp_folder"]
 
 METADATA = ".metadata"
 MAX_METADATA = 1 << 29
 MAX_PICKLE = 1 << 16
 """Bytes of the pickle of one tensor, which has a few hundred, and of its archive's directory."""
-BATCH = 1024
-"""Archives that are read together."""
 CHUNK_BYTES = 16
 """The least bytes of metadata per chunk, unless tensors share a list of chunks."""
 MAX_PATH = 1 << 12
@@ -172,7 +165,7 @@ def _read_metadata(reading: Reading, path: str) -> Catalog:
     where, size = storage.where(path), storage.size(path)
     if size > MAX_METADATA:
         raise UnsupportedError(f"{where} has {size} bytes, at most {MAX_METADATA} are read")
-    metadata = unpickle(storage.read(path, 0, size), allow_tensors, where)
+    metadata = unpickle(storage.read(path, 0, size), where)
     # The class may be a subclass of torch's, as Megatron's is.
     described = metadata.field("state_dict_metadata") if isinstance(metadata, Record) else None
     if not isinstance(described, dict):
@@ -345,39 +338,26 @@ def _pieces(
     crcs: list[Crc] = []
     views: dict[bytes, View] = {}
     order = sorted(chunks, key=lambda chunk: chunk.range)
-    for first in range(0, len(order), BATCH):
-        batch = order[first : first + BATCH]
-        for chunk, archive in zip(batch, _archives(storage, batch, findings), strict=True):
-            with findings.noting():
-                if archive is not None:
-                    file = numbers[chunk.range[0]]
-                    piece = _piece(chunk, archive, file, views)
-                    pieces.setdefault(chunk.tensor, []).append(piece)
-                    crcs += archive.crcs(file)
+    archives = each_archive(storage, [chunk.range for chunk in order], MAX_PICKLE)
+    for chunk, archive in zip(order, archives, strict=True):
+        with findings.noting():
+            if isinstance(archive, CheckpointError):
+                content = f"it holds {chunk.box} of {quoted(chunk.tensor)}"
+                raise type(archive)(f"{archive}; {content}")
+            file = numbers[chunk.range[0]]
+            piece = _piece(chunk, archive, file, views)
+            pieces.setdefault(chunk.tensor, []).append(piece)
+            crcs += archive.crcs(file)
     for held in pieces.values():
         held.sort(key=lambda piece: piece.box)
     return pieces, crcs
-
-
-def _archives(
-    storage: Storage, batch: Sequence[_Chunk], findings: Findings
-) -> Sequence[Archive | None]:
-    """The archives of a batch; one by one if one of them is damaged."""
-    try:
-        return read_archives(storage, [chunk.range for chunk in batch], MAX_PICKLE)
-    except (DamageError, UnsupportedError) as error:
-        if len(batch) == 1:
-            note = findings.found if isinstance(error, DamageError) else findings.refuse
-            note(f"{error}; it holds {batch[0].box} of {quoted(batch[0].tensor)}")
-            return [None]
-    return [_archives(storage, [chunk], findings)[0] for chunk in batch]
 
 
 def _piece(chunk: _Chunk, archive: Archive, file: int, views: dict[bytes, View]) -> StoredPiece:
     where = f"{archive.where}: {quoted(chunk.tensor)}"
     view = views.get(archive.pickle)
     if view is None:  # archives of one shape have the same pickle
-        record = unpickle(archive.pickle, allow_tensors, where)
+        record = unpickle(archive.pickle, where)
         if not is_tensor(record):
             raise DamageError(f"{where} is no tensor")
         view = view_of(record, where)

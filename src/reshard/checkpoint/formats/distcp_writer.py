@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from reshard.checkpoint.catalog import StoredObject, StoredPiece
 from reshard.checkpoint.formats.torch.archive import ALIGNMENT, ArchiveWriter
@@ -39,7 +39,6 @@ from reshard.checkpoint.output import (
     Wanted,
     owned_boxes,
 )
-from reshard.checkpoint.piece_table import Pieces
 from reshard.checkpoint.storage.local import StoredFile
 from reshard.dtypes import itemsize
 from reshard.layout.box import Box, row_major
@@ -55,7 +54,7 @@ class Call:
     arguments: tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Instance:
     """An object that is created without calling its class, and then gets a state."""
 
@@ -68,20 +67,6 @@ class Persistent:
     """An object that the reader looks up by id; torch refers to storages in this way."""
 
     id: tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Pairs:
-    """A dict whose keys are objects, which have no hash before they are read."""
-
-    items: list[tuple[Any, Any]]
-
-
-class Fields(NamedTuple):
-    """A dict of attributes, as the state of an object; many objects share one tuple of names."""
-
-    names: tuple[str, ...]
-    values: tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -110,8 +95,6 @@ class _Writer:
         self.out = bytearray()
         self._memo: dict[Any, bytes] = {}
         """The instruction that refers to each value of the memo."""
-        self._names: dict[tuple[str, ...], list[bytes]] = {}
-        """The same for all names of ``Fields``, which thousands of objects share."""
 
     def write(self, value: Any) -> None:
         """Write one value of any kind."""
@@ -158,34 +141,14 @@ class _Writer:
             self.out += pickle.MARK
             self._ended(pickle.APPENDS, *value)
 
-    def _items(self, items: Collection[tuple[Any, Any]]) -> None:
+    def _dict(self, value: dict[Any, Any]) -> None:
         self.out += pickle.EMPTY_DICT
-        if items:
+        if value:
             self.out += pickle.MARK
-            for key, value in items:
+            for key, one in value.items():
                 self.write(key)
-                self.write(value)
-            self.out += pickle.SETITEMS
-
-    def _fields(self, value: Fields) -> None:
-        names = self._names.get(value.names)
-        if names is None:
-            self._items(tuple(zip(value.names, value.values, strict=True)))
-            self._names[value.names] = [self._memo[name] for name in value.names]
-            return
-        out, memo = self.out, self._memo
-        out += pickle.EMPTY_DICT + pickle.MARK
-        for name, one in zip(names, value.values, strict=True):
-            out += name
-            # A .metadata has millions of these: most are known, or numbers.
-            kind = type(one)
-            if kind is int:
-                self._int(one)
-            elif kind in _MEMOIZED and (reference := memo.get(one)) is not None:
-                out += reference
-            else:
                 self.write(one)
-        out += pickle.SETITEMS
+            self.out += pickle.SETITEMS
 
     def _global(self, value: Global) -> None:
         self.out += pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode()
@@ -204,13 +167,8 @@ class _Writer:
     def _instance(self, value: Instance) -> None:
         self.write(value.of)
         self.out += pickle.EMPTY_TUPLE + pickle.NEWOBJ
-        state = value.state
-        if type(state) is Fields:
-            self._fields(state)
-        elif state is not None:
-            self.write(state)
-        if state is not None:
-            self.out += pickle.BUILD
+        if value.state is not None:
+            self._ended(pickle.BUILD, value.state)
 
     def _memoize(self, value: Any) -> None:
         number = struct.pack("<I", len(self._memo))
@@ -230,9 +188,7 @@ _WRITERS: dict[type, Callable[[_Writer, Any], None]] = {
     bytes: _Writer._bytes,
     tuple: _Writer._tuple,
     list: _Writer._list,
-    dict: lambda writer, value: writer._items(value.items()),
-    Pairs: lambda writer, value: writer._items(value.items),
-    Fields: _Writer._fields,
+    dict: _Writer._dict,
     Global: _Writer._global,
     Call: lambda writer, call: writer._ended(pickle.REDUCE, call.function, call.arguments),
     Persistent: lambda writer, value: writer._ended(pickle.BINPERSID, value.id),
@@ -291,8 +247,6 @@ _CHUNK = Global(_METADATA, "ChunkStorageMetadata")
 _INDEX = Global(_METADATA, "MetadataIndex")
 _PLACE = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 _SIZE = Global("torch", "Size")
-_INDEX_NAMES = ("fqn", "offset", "index")
-_PLACE_NAMES = ("relative_path", "offset", "length")
 _FORMAT = Call(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
 _BYTES = Instance(Global(_METADATA, "BytesStorageMetadata"))
 _STRIDED = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
@@ -307,7 +261,7 @@ class _Plan:
         self.numbers: dict[int, int] = {}
         self.sizes: list[int] = []
         self.states: dict[str, Any] = {}
-        self.places = Pairs([])
+        self.places: dict[Instance, Instance] = {}
 
     def add(
         self, rank: int, size: int, name: str, start: Shared | None = None, chunk: int | None = None
@@ -320,9 +274,9 @@ class _Plan:
         skipped = -self.sizes[file] % ALIGNMENT
         offset = self.sizes[file] + skipped
         self.sizes[file] = offset + size
-        index = Instance(_INDEX, Fields(_INDEX_NAMES, (name, start, chunk)))
-        place = Instance(_PLACE, Fields(_PLACE_NAMES, (self.names[rank], offset, size)))
-        self.places.items.append((index, place))
+        index = Instance(_INDEX, {"fqn": name, "offset": start, "index": chunk})
+        place = {"relative_path": self.names[rank], "offset": offset, "length": size}
+        self.places[index] = Instance(_PLACE, place)
         return file, offset, skipped
 
     def add_bytes(self, name: str, size: int, data: bytes = b"") -> tuple[int, int]:
@@ -349,22 +303,21 @@ def distcp(
         pieces, chunks = list[StoredPiece](), list[Shared]()
         around: list[tuple[bytes, bytes]] = []
         for start, stop, rank in owned_boxes(name, wanted, number):
-            planned = _planned(wanted.dtype, start, stop)
-            file, offset, skipped = plan.add(rank, planned.size, name, planned.start, len(chunks))
-            around.append((planned.head(skipped), planned.tail))
-            at = offset + planned.data_offset
-            pieces.append(StoredPiece(planned.box, file, at, planned.strides))
-            chunks.append(planned.chunk)
-        size = itemsize(wanted.dtype)
-        placed = Pieces(len(wanted.shape), size, tuple(pieces), tuple(around))
-        outputs[name] = OutputTensor(name, wanted.shape, wanted.dtype, placed)
-        described = (_properties(wanted.dtype), _size(wanted.shape), chunks)
-        plan.states[name] = Instance(_TENSOR, Fields(("properties", "size", "chunks"), described))
+            box, strides, chunk, archive = _planned(wanted.dtype, start, stop)
+            file, offset, skipped = plan.add(rank, archive.size, name, _size(start), len(chunks))
+            around.append((_padded(archive.head, skipped), archive.tail))
+            pieces.append(StoredPiece(box, file, offset + archive.data_offset, strides))
+            chunks.append(chunk)
+        outputs[name] = OutputTensor(
+            name, wanted.shape, wanted.dtype, tuple(pieces), around=tuple(around)
+        )
+        described = {"properties": _properties(wanted.dtype), "size": _size(wanted.shape)}
+        plan.states[name] = Instance(_TENSOR, {**described, "chunks": chunks})
     copies = [ObjectCopy(one, *plan.add_bytes(one.name, one.size)) for one in objects]
     for name, value in (values or {}).items():
-        archive = ArchiveWriter(pickled(value))  # as torch.save writes it
-        archive.finish()
-        plan.add_bytes(name, len(archive.out), bytes(archive.out))
+        writer = ArchiveWriter(pickled(value))  # as torch.save writes it
+        writer.finish()
+        plan.add_bytes(name, len(writer.out), bytes(writer.out))
     files = [StoredFile(plan.names[rank], plan.sizes[at]) for rank, at in plan.numbers.items()]
     paths = nesting or {}
     state = {
@@ -380,38 +333,20 @@ def distcp(
     return Output((*files, StoredFile(".metadata", len(metadata))), outputs, literals, (*copies,))
 
 
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A box as it is written, the same for thousands of tensors."""
-
-    box: Box
-    strides: tuple[int, ...]
-    chunk: Shared
-    start: Shared
-    size: int
-    """Bytes of the archive."""
-    data_offset: int
-    tail: bytes
-    heads: dict[int, bytes]
-
-    def head(self, skipped: int) -> bytes:
-        """The bytes before the elements, with padding of this length before them."""
-        known = self.heads.get(skipped)
-        if known is None:
-            known = self.heads[skipped] = bytes(skipped) + self.heads[0]
-        return known
-
-
 @lru_cache(maxsize=4096)
-def _planned(dtype: str, start: tuple[int, ...], stop: tuple[int, ...]) -> _Planned:
+def _planned(
+    dtype: str, start: tuple[int, ...], stop: tuple[int, ...]
+) -> tuple[Box, tuple[int, ...], Shared, TensorArchive]:
+    """A box with its strides, its chunk in the metadata, and its archive: equal in many tensors."""
     box = Box(start, stop)
-    shape = box.shape
-    archive = TensorArchive.of(dtype, shape)
-    chunk = Fields(("offsets", "sizes"), (_size(start), _size(shape)))
-    return _Planned(
-        box, row_major(shape), Shared(Instance(_CHUNK, chunk)), _size(start),
-        archive.size, archive.data_offset, archive.tail, {0: archive.head},
-    )  # fmt: skip
+    chunk = Instance(_CHUNK, {"offsets": _size(start), "sizes": _size(box.shape)})
+    return box, row_major(box.shape), Shared(chunk), TensorArchive.of(dtype, box.shape)
+
+
+@lru_cache(maxsize=1 << 14)
+def _padded(head: bytes, skipped: int) -> bytes:
+    """The bytes before the elements of a box, after padding; one object for many tensors."""
+    return bytes(skipped) + head
 
 
 @cache

@@ -206,10 +206,10 @@ def read_by_rules(reading: Reading, rules: Rules) -> Catalog:
     """The catalog of files whose names have the rank and whose layouts come from rules."""
     storage, findings = reading.storage, reading.findings
     mesh = _mesh_of(rules, reading.mesh, storage.root)
-    files, ranks = _files_of_ranks(storage.root, reading.listed, mesh)
-    contents = _contents(storage, files, findings)
+    ranks = _ranks_of_files(storage.root, reading.listed, mesh)
+    contents = _contents(storage, [*ranks], findings)
     local = []
-    for number, file in enumerate(files):
+    for number, (file, rank) in enumerate(ranks.items()):
         if file.path not in contents:
             continue
         tensors = contents[file.path].tensors
@@ -218,10 +218,10 @@ def read_by_rules(reading: Reading, rules: Rules) -> Catalog:
         if own:
             findings.note(f"{file.path}: {len(own)} states of random generators are left out")
         kept = {name: tensor for name, tensor in tensors.items() if name not in own}
-        local.append(LocalFile(ranks[number], number, storage.where(file.path), kept))
+        local.append(LocalFile(rank, number, storage.where(file.path), kept))
     joined, layouts = _join_by_rules(local, rules, mesh, findings)
     fields = catalog_fields(contents.values())
-    return reading.catalog("per-rank", files, joined, mesh=str(mesh), layouts=layouts, **fields)
+    return reading.catalog("per-rank", [*ranks], joined, mesh=str(mesh), layouts=layouts, **fields)
 
 
 def _mesh_of(rules: Rules, mesh: Mesh | None, root: str) -> Mesh:
@@ -328,22 +328,16 @@ def _record_layout(
         )
 
 
-def _files_of_ranks(
-    root: str, listed: Sequence[StoredFile], mesh: Mesh
-) -> tuple[list[StoredFile], list[int]]:
-    files, ranks = [], []
-    for file in listed:
-        rank = rank_of(file.path, mesh) if file.path.endswith(TENSOR_FILES) else None
-        if rank is not None:
-            files.append(file)
-            ranks.append(rank)
-    if not files:
+def _ranks_of_files(root: str, listed: Sequence[StoredFile], mesh: Mesh) -> dict[StoredFile, int]:
+    files = (file for file in listed if file.path.endswith(TENSOR_FILES))
+    ranks = {file: rank for file in files if (rank := rank_of(file.path, mesh)) is not None}
+    if not ranks:
         check_no_zero_files(root, listed)
         raise CheckpointError(
             f"{root}: no file has a rank in its name, such as model-rank-0-part-0.safetensors or "
             "mp_rank_00/model_optim_rng.pt: rules and a mesh are for files of ranks"
         )
-    return files, ranks
+    return ranks
 
 
 def _contents(

@@ -8,10 +8,8 @@ is a checksum of the lines before it.
 The checksum is xxh3 with 128 bits: 8 GB/s on one core, ten times the rate of a cryptographic hash.
 It detects damage; no hash in the same folder protects against a change of both file and checksum.
 
->>> recorder = Recorder()
->>> recorder.add("a.bin", 3, b"defg")
->>> recorder.add("a.bin", 0, b"abc")
->>> sums = Checksums(recorder.finish({"a.bin": 7}), {})
+>>> written = [*sums_of(0, 3, b"defg"), *sums_of(0, 0, b"abc")]
+>>> sums = Checksums(file_sums([StoredFile("a.bin", 7)], written), {})
 >>> Checksums.from_bytes(sums.to_bytes()) == sums
 True
 >>> Checker(sums, "ckpt").check("a.bin", 0, b"abcdefG")
@@ -25,18 +23,17 @@ from __future__ import annotations
 import json
 import threading
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard.checkpoint.storage.local import Storage, check_path
+from reshard.checkpoint.storage.local import Storage, StoredFile, check_path
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.text import quoted
 
 __all__ = [
-    "CHUNK", "SIDECAR", "Checker", "Checksums", "ChunkSum", "FileSums", "Recorder",
-    "load_checksums",
+    "SIDECAR", "Checker", "Checksums", "ChunkSum", "FileSums", "Sum", "file_sums",
+    "load_checksums", "sums_of",
 ]  # fmt: skip
 
 SIDECAR = "reshard-checksums.json"
@@ -55,6 +52,8 @@ MAX_ALONE = 4 << 30
 """The largest sidecar that is read for a single file, where the other files are unknown."""
 
 Bytes = bytes | bytearray | memoryview
+Sum = tuple[int, int, int, str]
+"""File, start, stop and checksum of bytes that were written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,41 +182,37 @@ def checksum(data: Bytes) -> bytes:
     return _hasher(data).digest()  # type: ignore[no-any-return]
 
 
-class Recorder:
-    """Collects checksums of files while they are written, from any thread and in any order."""
+def sums_of(file: int, offset: int, data: Bytes) -> list[Sum]:
+    """The checksums of bytes that are written to a file."""
+    view = memoryview(data)
+    parts = ((offset + at, view[at : at + CHUNK]) for at in range(0, len(view), CHUNK))
+    return [(file, at, at + len(part), checksum(part).hex()) for at, part in parts]
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._chunks: dict[str, list[ChunkSum]] = defaultdict(list)
 
-    def add(self, path: str, offset: int, data: Bytes) -> None:
-        """Record bytes that are written at an offset."""
-        view = memoryview(data).cast("B")
-        parts = ((offset + at, view[at : at + CHUNK]) for at in range(0, len(view), CHUNK))
-        self.put(path, [ChunkSum(at, at + len(part), checksum(part)) for at, part in parts])
+def file_sums(files: Sequence[StoredFile], sums: Iterable[Sum]) -> dict[str, FileSums]:
+    """The checksums of each file, from those of all writes, in any order.
 
-    def put(self, path: str, chunks: list[ChunkSum]) -> None:
-        """Record chunks whose checksums are known, such as those of a journal."""
-        with self._lock:
-            self._chunks[path] += chunks
-
-    def finish(self, sizes: Mapping[str, int]) -> dict[str, FileSums]:
-        """The checksums of these files; raises unless every byte was recorded exactly once."""
-        found = {}
-        for path, size in sizes.items():
-            rising, at = sorted(self._chunks[path], key=lambda chunk: chunk.start), 0
-            for chunk in [*rising, ChunkSum(size, size, b"")]:
-                if chunk.start != at:
-                    kind = "twice" if chunk.start < at else "never"
-                    low, high = sorted((at, chunk.start))
-                    raise CheckpointError(
-                        f"{path}: bytes {low} to {high} of {size} were written {kind}: "
-                        "this is a bug in reshard; please report it"
-                    )
-                at = chunk.stop
-            ends, sums = [chunk.stop for chunk in rising], [chunk.sum for chunk in rising]
-            found[path] = FileSums(tuple(ends), b"".join(sums))
-        return found
+    Raises unless every byte was written exactly once.
+    """
+    chunks: list[list[tuple[int, int, str]]] = [[] for _ in files]
+    for number, start, stop, text in sums:
+        chunks[number].append((start, stop, text))
+    found = {}
+    for file, some in zip(files, chunks, strict=True):
+        some.sort()
+        at = 0
+        for start, stop, _ in [*some, (file.size, file.size, "")]:
+            if start != at:
+                kind = "twice" if start < at else "never"
+                low, high = sorted((at, start))
+                raise CheckpointError(
+                    f"{file.path}: bytes {low} to {high} of {file.size} were written {kind}: "
+                    "this is a bug in reshard; please report it"
+                )
+            at = stop
+        texts = "".join(text for _, _, text in some)
+        found[file.path] = FileSums(tuple(stop for _, stop, _ in some), bytes.fromhex(texts))
+    return found
 
 
 @dataclass(slots=True)

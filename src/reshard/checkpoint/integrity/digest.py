@@ -46,9 +46,6 @@ COLUMNS = 512
 BLOCK = 1 << 16
 """Words that are widened to float64 at a time: they stay in the cache of a core, and OpenBLAS
 multiplies up to 128 rows without copying them first."""
-EVEN = 16
-"""Fewer groups than this are made equal, so that the remainder is not as costly as they are. More
-groups have one size for all tensors, so that few weights serve all."""
 ROWS = 2048
 """Sums that are added at a time: ``ROWS * 2**12 * 2**12`` is far below 2**53."""
 
@@ -178,9 +175,6 @@ def _value(words: Array, dims: Dims) -> int:
         return _joined([int(lane) for lane in _dots(words, dims, 0)[:, 0].tolist()])
     length, step = dims[first - 1]
     group = COLUMNS // inner
-    num_groups = -(-length // group)
-    if num_groups < EVEN:
-        group = -(-length // num_groups)
     main = length // group * group
     before, after = dims[: first - 1], dims[first:]
     at = (slice(None),) * (first - 1)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -189,27 +189,16 @@ class RankBoxes:
     """The boxes that ranks hold, computed once for each layout of one load or save."""
 
     def __init__(self) -> None:
-        self._boxes: dict[tuple[Layout, tuple[int, ...]], dict[int, tuple[Box, ...]]] = {}
-        self._pieces: dict[tuple[Layout, int, tuple[int, ...]], tuple[Piece, ...]] = {}
+        self._pieces = cache(_pieces_of)
+        self.of = cache(self._of)
 
-    def of(self, layout: Layout, shape: tuple[int, ...]) -> dict[int, tuple[Box, ...]]:
+    def _of(self, layout: Layout, shape: tuple[int, ...]) -> dict[int, tuple[Box, ...]]:
         """The boxes of every rank in ascending order, without ranks that have none."""
-        key = layout, shape
-        if key not in self._boxes:
-            held = {
-                rank: tuple(sorted(piece.box for piece in self._held(layout, rank, shape)))
-                for rank in layout.ranks
-            }
-            self._boxes[key] = {rank: boxes for rank, boxes in held.items() if boxes}
-        return self._boxes[key]
-
-    def _held(self, layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[Piece, ...]:
-        """The pieces of one rank that are not empty."""
-        key = layout, rank, shape
-        if key not in self._pieces:
-            pieces = layout.pieces(rank, shape)
-            self._pieces[key] = tuple(piece for piece in pieces if piece.box.size)
-        return self._pieces[key]
+        held = {
+            rank: tuple(sorted(piece.box for piece in self._pieces(layout, rank, shape)))
+            for rank in layout.ranks
+        }
+        return {rank: boxes for rank, boxes in held.items() if boxes}
 
     def views(self, held: Held, rank: int) -> list[View]:
         """The boxes that this rank holds in ascending order, and the memory of each.
@@ -222,9 +211,14 @@ class RankBoxes:
             pairs = zip(layout.boxes.get(rank, ()), parts, strict=True)
             found = [(box, part) for box, part in pairs if box.size]
         else:
-            pieces = self._held(layout, rank, held.spec.shape) if parts else ()
+            pieces = self._pieces(layout, rank, held.spec.shape) if parts else ()
             found = [(piece.box, piece_view(parts[0], piece)) for piece in pieces]
         return sorted(found, key=lambda view: view[0])
+
+
+def _pieces_of(layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[Piece, ...]:
+    """The pieces of one rank that are not empty."""
+    return tuple(piece for piece in layout.pieces(rank, shape) if piece.box.size)
 
 
 def part_of(view: View, box: Box) -> torch.Tensor:
@@ -252,8 +246,7 @@ class CatalogSummary:
             records = Crcs(catalog.crcs)
             spans = ((p.file, *p.span(t.dtype)) for t in wanted.values() for p in t.pieces)
             crcs = records.chosen({which for span in spans for which in records.touching(*span)})
-        root, format, files, notes = catalog.root, catalog.format, catalog.files, catalog.notes
-        part = Catalog(root, format, files, wanted, crcs=tuple(crcs), notes=notes)
+        part = replace(catalog, tensors=wanted, crcs=tuple(crcs))
         known = {name: self.digests[name] for name in wanted if name in self.digests}
         return CatalogSummary(part, tuple(sorted(catalog.tensors.keys() - wanted.keys())), known)
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,6 @@ from reshard.checkpoint.integrity.checksums import Checksums, load_checksums
 from reshard.checkpoint.integrity.crcs import Crcs, Part, crcs_of
 from reshard.checkpoint.live.entries import (
     CatalogSummary,
-    Entries,
-    Match,
     Memory,
     Strict,
     entries_of,
@@ -40,15 +39,13 @@ from reshard.checkpoint.live.read_shares import (
 )
 from reshard.checkpoint.live.shared_reads import (
     CrcRecords,
-    Scatter,
     ShareData,
-    ShareReader,
+    SharedReads,
     are_small,
     copy_small,
     read_small,
 )
 from reshard.checkpoint.publish.journal import boot_id
-from reshard.checkpoint.storage.local import Storage
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.checkpoint.transfer.windows import Source
 from reshard.errors import CheckpointError, MemoryCapError, ReshardError
@@ -153,9 +150,7 @@ def load(
     began = time.monotonic()
     agreement = Agreement(group, "loading a checkpoint", timeout, CheckpointError)
     with ExitStack() as stack:
-        here = _Here(agreement, options, stack)
-        here.agree(into, rules, mesh)
-        loading = _Loading.of(here)
+        loading = _Loading(agreement, options, stack, into, rules, mesh)
         loading.read()
     report = loading.report(time.monotonic() - began)
     log.info("load %s: %s", path, str(report).partition("\n")[0])
@@ -172,60 +167,69 @@ def _share_of(memory: int | str) -> int:
     return total // 2
 
 
-@dataclass(slots=True)
-class _Here:
-    """What this rank has, and what it learns from the others."""
+class _Loading:
+    """A load in progress."""
 
-    agreement: Agreement
-    options: Mapping[str, Any]
-    stack: ExitStack
-    """Closes the files."""
-    entries: Entries = field(init=False)
-    storage: Storage = field(init=False)
-    checksums: Checksums | None = None
-    """The checksums of the checkpoint, on the first rank."""
-    specs: dict[str, TensorSpec] = field(init=False)
-    """The tensors of all ranks together, once they have agreed; as all that follows."""
-    memories: dict[int, Memory] = field(init=False)
-    """The tied tensors of each rank."""
-    summary: CatalogSummary = field(init=False)
-    hosts: list[str] = field(init=False)
-    """The host of each rank."""
-
-    def agree(
+    def __init__(
         self,
+        agreement: Agreement,
+        options: Mapping[str, Any],
+        stack: ExitStack,
         into: Mapping[Any, Any],
         rules: Rules | str | Path | None,
         mesh: Mesh | str | None,
     ) -> None:
-        """Gather the tensors of all ranks and the contents of the checkpoint, in one agreement.
+        """Match the tensors of all ranks with the checkpoint; the stack closes its files.
 
-        A load without an exchange has only two: this one, and one at its end.
+        CoverageError if a part of a tensor is not stored. Nothing is read yet. The ranks gather
+        everything in one agreement: a load without an exchange has only one more, at its end.
         """
-
-        def describe() -> list[Any]:
-            _share_of(self.options["memory"])
-            strict = self.options["strict"]
-            if strict not in (True, False, "exact"):
-                raise CheckpointError(
-                    f'strict={quoted(strict)} is not known: use True, False or "exact"'
-                )
-            self.entries = entries_of(into)
-            text = specs_to_text(self.entries.specs())
-            self.storage = self.stack.enter_context(open_storage(self.options["path"]))
-            found = self._survey(rules, mesh) if self.agreement.is_first else None
-            return [text, self.options, self.entries.memory().to_data(), boot_id(), found]
-
-        answers = self.agreement.run(describe)
-        self.agreement.check_gathered({rank: one[1] for rank, one in answers.items()})
+        self.agreement, self.options = agreement, options
+        self.checksums: Checksums | None = None  # the first rank has them
+        answers = agreement.run(lambda: self._describe(stack, into, rules, mesh))
+        agreement.check_gathered({rank: one[1] for rank, one in answers.items()})
         described = specs_from_texts({rank: one[0] for rank, one in answers.items()})
-        self.memories = {
+        memories = {
             rank: Memory.from_data(described[rank], one[2]) for rank, one in answers.items()
         }
-        self.specs = merge_specs(described)
         self.hosts = [one[3] for one in answers.values()]
-        first = answers[self.agreement.ranks[0]]
-        self.summary = CatalogSummary.from_data(first[4]).about(self.specs)
+        specs = merge_specs(described)
+        found = CatalogSummary.from_data(answers[agreement.ranks[0]][4]).about(specs)
+        self.match = match_tensors(specs, found, memories, options["strict"], options["cast"])
+        self.summary = found.joined(self.match.copies)
+        self.requests = {
+            name: self._request(name, spec) for name, spec in self.match.chosen.items()
+        }
+        catalog, digests = self.summary.catalog, self.summary.digests
+        crcs = Crcs(catalog.crcs)
+        self.records = CrcRecords(crcs, self.requests)
+        known = crcs if len(crcs) else None
+        self.source = Source(self.storage, catalog, self.checksums, crcs=known)
+        held, share = self.entries.held, parse_bytes(options["memory"]) // 4
+        self.shared = SharedReads(self.source, self.requests, digests, agreement, held, share)
+        self.bytes_read = 0
+        self._values = Counter[str]()  # the digest values so far
+        self._done = 0
+
+    def _describe(
+        self,
+        stack: ExitStack,
+        into: Mapping[Any, Any],
+        rules: Rules | str | Path | None,
+        mesh: Mesh | str | None,
+    ) -> list[Any]:
+        """What this rank tells the others; the first rank also what the checkpoint holds."""
+        _share_of(self.options["memory"])
+        strict = self.options["strict"]
+        if strict not in (True, False, "exact"):
+            raise CheckpointError(
+                f'strict={quoted(strict)} is not known: use True, False or "exact"'
+            )
+        self.entries = entries_of(into)
+        text = specs_to_text(self.entries.specs())
+        self.storage = stack.enter_context(open_storage(self.options["path"]))
+        found = self._survey(rules, mesh) if self.agreement.is_first else None
+        return [text, self.options, self.entries.memory().to_data(), boot_id(), found]
 
     def _survey(self, rules: Rules | str | Path | None, mesh: Mesh | str | None) -> dict[str, Any]:
         """What the first rank finds in the checkpoint; it keeps the checksums."""
@@ -236,60 +240,21 @@ class _Here:
         digests = sums.digests if sums else {}
         return CatalogSummary(replace(catalog, crcs=crcs), (), digests).to_data()
 
-
-@dataclass(slots=True)
-class _Loading:
-    """A load in progress."""
-
-    here: _Here
-    agreement: Agreement
-    match: Match
-    summary: CatalogSummary
-    source: Source
-    reader: ShareReader
-    scatter: Scatter
-    records: CrcRecords
-    bytes_read: int = 0
-    _values: dict[str, int] = field(default_factory=dict)
-    """The digest values so far."""
-    _done: int = 0
-
-    @classmethod
-    def of(cls, here: _Here) -> _Loading:
-        """Match the tensors with the checkpoint; CoverageError if a part of one is not stored.
-
-        Nothing is read yet.
-        """
-        agreement, options = here.agreement, here.options
-        match = match_tensors(
-            here.specs, here.summary, here.memories, options["strict"], options["cast"]
-        )
-        summary = here.summary.joined(match.copies)
-        requests = {}
-        for name, spec in match.chosen.items():
-            # Replicas that a digest would check better are not compared, and left out.
-            has_digest = name in summary.digests
-            is_compared = options["compare_replicas"] and not has_digest
-            transfer = Transfer.of_read(summary.catalog.tensors[name], spec.dtype, is_compared)
-            is_whole = has_digest or bool(summary.catalog.crcs)
-            requests[name] = ReadRequest(transfer, spec.layout, is_whole)
-        crcs = Crcs(summary.catalog.crcs)
-        known = crcs if len(crcs) else None
-        source = Source(here.storage, summary.catalog, here.checksums, crcs=known)
-        reader = ShareReader(source, requests, agreement.rank, summary.digests)
-        share = parse_bytes(options["memory"]) // 4
-        scatter = Scatter(agreement, requests, match.chosen, here.entries.held, share)
-        records = CrcRecords(crcs, requests)
-        return cls(here, agreement, match, summary, source, reader, scatter, records)
+    def _request(self, name: str, spec: TensorSpec) -> ReadRequest:
+        catalog, has_digest = self.summary.catalog, name in self.summary.digests
+        # Replicas that a digest would check better are not compared, and left out.
+        is_compared = self.options["compare_replicas"] and not has_digest
+        transfer = Transfer.of_read(catalog.tensors[name], spec.dtype, is_compared)
+        return ReadRequest(transfer, spec.layout, is_whole=has_digest or bool(catalog.crcs))
 
     def read(self) -> None:
         """Read everything into the tensors."""
-        maps = self.source.storage.is_local and len(set(self.here.hosts)) == 1
-        own, shared = split_requests(self.reader.requests, maps)
+        maps = self.storage.is_local and len(set(self.hosts)) == 1
+        own, shared = split_requests(self.requests, maps)
         small, large = (shared, {}) if are_small(shared) else ({}, shared)
         self._read_own(own, small)
         ranks = self.agreement.ranks
-        limits = Limits.of(_share_of(self.here.options["memory"]), len(ranks))
+        limits = Limits.of(_share_of(self.options["memory"]), len(ranks))
         for batch in batches_of(large, ranks, limits):
             self._read_batch(batch)
 
@@ -297,14 +262,14 @@ class _Loading:
         """Read what only this rank needs into its tensors, and small tensors for all ranks."""
         if not own and not small:
             return
-        direct = DirectReader.of(self.source, os.cpu_count() or 1, self.here.hosts.count(boot_id()))
+        direct = DirectReader.of(self.source, os.cpu_count() or 1, self.hosts.count(boot_id()))
 
         def read() -> list[Any]:
-            direct.read(own, self.scatter.views)
+            direct.read(own, self.shared.views)
             text = read_small(small, self.source) if small and self.agreement.is_first else ""
             return [self.source.num_bytes, text]
 
-        count, total = len(own) + len(small), len(self.reader.requests)
+        count, total = len(own) + len(small), len(self.requests)
         try:
             answers = self.agreement.run(read)
         except ReshardError as error:
@@ -312,7 +277,7 @@ class _Loading:
                 f"{error}; up to {count} of {total} tensors were already changed: load again "
                 "before use"
             ) from error.__cause__
-        copy_small(small, answers[self.agreement.ranks[0]][1], self.scatter.views)
+        copy_small(small, answers[self.agreement.ranks[0]][1], self.shared.views)
         self.bytes_read = sum(one[0] for one in answers.values())
         self._done += count
 
@@ -321,10 +286,10 @@ class _Loading:
         found: list[ShareData] = []
 
         def read() -> dict[str, Any]:
-            shares, values = self.reader.read(batch)
+            shares, values = self.shared.read(batch)
             found.extend(shares)
             parts = {name: f"{value:x}" for name, value in values.items()}
-            crcs = self.reader.crc_parts()
+            crcs = self.shared.crc_parts()
             return {"bytes": self.source.num_bytes, "parts": parts, "crcs": crcs}
 
         try:
@@ -332,11 +297,11 @@ class _Loading:
             self._check_digests(batch, [one["parts"] for one in answers])
             gaps = self._check_crcs(batch, [one["crcs"] for one in answers])
             self.bytes_read = sum(one["bytes"] for one in answers) + gaps
-            self.scatter.move(batch, found)
+            self.shared.move(batch, found)
         except ReshardError as error:
             if not self._done:
                 raise
-            total = len(self.reader.requests)
+            total = len(self.requests)
             raise type(error)(
                 f"{error}; {self._done} of {total} tensors were already loaded: load again before "
                 "use"
@@ -346,12 +311,11 @@ class _Loading:
     def _check_digests(self, batch: Batch, parts: list[Mapping[str, str]]) -> None:
         """Compare the digests of the tensors that are completely read now."""
         for one in parts:
-            for name, text in one.items():
-                self._values[name] = self._values.get(name, 0) + int(text, 16)
+            self._values.update({name: int(text, 16) for name, text in one.items()})
         for name in batch.finished:
             expected = self.summary.digests.get(name)
             value = digest.combine([self._values.pop(name, 0)])
-            transfer = self.reader.requests[name].transfer
+            transfer = self.requests[name].transfer
             found = digest.finish(value, transfer.shape, transfer.have)
             if expected is not None and found != expected:
                 self.agreement.run_on_first(partial(self._blame, transfer, found, expected))
@@ -382,15 +346,15 @@ class _Loading:
             source=catalog.root,
             format=catalog.format,
             num_tensors=len(match.chosen),
-            unique_bytes=sum(request.num_bytes for request in self.reader.requests.values()),
+            unique_bytes=sum(request.num_bytes for request in self.requests.values()),
             bytes_read=self.bytes_read,
-            bytes_moved=self.scatter.bytes_moved,
+            bytes_moved=self.shared.bytes_moved,
             seconds=seconds,
             checked=bool(self.summary.digests),
             num_ranks=len(self.agreement.ranks),
             missing=match.missing,
             tied=match.tied,
             unexpected=self.summary.unwanted,
-            left_alone=tuple(self.here.entries.others),
+            left_alone=tuple(self.entries.others),
             notes=catalog.notes,
         )

@@ -34,6 +34,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -78,7 +79,6 @@ MOST_WORKERS = 4
 
 Array = np.ndarray[Any, Any]
 _CELLS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
-_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +139,7 @@ class ReadRequest:
         shape, size = self.transfer.shape, itemsize(self.transfer.have)
         regions: Iterable[Box] = [Box.whole(shape)]
         if self.num_bytes < prod(shape) * size and not self.is_whole:
-            listed = listed_of(self.layout, shape)
-            rows = zip(listed.starts.tolist(), listed.stops.tolist(), strict=True)
-            regions = (Box(tuple(low), tuple(high)) for low, high in rows)
+            regions = _boxes_of(self.layout, shape)
         for region in regions:
             yield from slabs(region, max(limit // size, 1))
 
@@ -199,17 +197,15 @@ def _batch(
     ranks: Sequence[int],
     limits: Limits,
 ) -> Batch:
-    sizes = [itemsize(requests[name].transfer.have) for name, _ in windows]
-    pairs = zip(windows, sizes, strict=True)
-    total = sum(window.size * size for (_, window), size in pairs)
+    total = sum(window.size * itemsize(requests[name].transfer.have) for name, window in windows)
     limit = min(limits.cell, max(total // len(ranks) // 8, SMALLEST_CELL))
-    cells = [_cells(requests[name], window, limit) for name, window in windows]
     fair = min(total / len(ranks) * (1 + SLACK), limits.share - limits.cell)
     readers = LeastLoaded(ranks)
     shares = []
-    for (name, window), found, size in zip(windows, cells, sizes, strict=True):
+    for name, window in windows:
+        size = itemsize(requests[name].transfer.have)
         boxes: dict[int, list[Box]] = {}
-        for box, candidates in found:
+        for box, candidates in _cells(requests[name], window, limit):
             reader = readers.choose(candidates.tolist(), box.size * size, fair)
             boxes.setdefault(reader, []).append(box)
         shares.append(Share(name, window, boxes))
@@ -260,13 +256,12 @@ def split_requests(
     """
     own: dict[str, ReadRequest] = {}
     shared: dict[str, ReadRequest] = {}
-    known: dict[tuple[Layout, tuple[int, ...]], tuple[Box, ...] | None] = {}
+    disjoint_boxes = cache(_disjoint_boxes)
     for name, request in requests.items():
-        key = request.layout, request.transfer.shape
-        if key not in known:
-            disjoint = maps and is_partition(request.layout)  # then boxes are not looked at
-            known[key] = () if disjoint else _disjoint_boxes(*key)
-        (own if _is_own(request, known[key], maps) else shared)[name] = request
+        boxes: tuple[Box, ...] | None = ()
+        if not (maps and is_partition(request.layout)):  # else boxes are not looked at
+            boxes = disjoint_boxes(request.layout, request.transfer.shape)
+        (own if _is_own(request, boxes, maps) else shared)[name] = request
     return own, shared
 
 
@@ -275,54 +270,46 @@ def _is_own(request: ReadRequest, boxes: tuple[Box, ...] | None, maps: bool) -> 
     if request.is_whole or len(request.transfer.replicas) or boxes is None:
         return False
     pieces = request.transfer.source.pieces
-    return maps or all(_is_run(piece, box & piece.box) for box in boxes for piece in pieces())
+    return maps or all(
+        replace(piece, box=box & piece.box).is_contiguous for box in boxes for piece in pieces()
+    )
 
 
 def _disjoint_boxes(layout: Layout, shape: tuple[int, ...]) -> tuple[Box, ...] | None:
     """The boxes of a layout, or None if a box has several holders."""
+    is_disjoint = (np.diff(listed_of(layout, shape).first) == 1).all()
+    return tuple(_boxes_of(layout, shape)) if is_disjoint else None
+
+
+def _boxes_of(layout: Layout, shape: tuple[int, ...]) -> Iterator[Box]:
     listed = listed_of(layout, shape)
-    if not (np.diff(listed.first) == 1).all():
-        return None
     rows = zip(listed.starts.tolist(), listed.stops.tolist(), strict=True)
-    return tuple(Box(tuple(low), tuple(high)) for low, high in rows)
-
-
-def _is_run(piece: StoredPiece, box: Box) -> bool:
-    """Whether a box inside a piece is one run of bytes of its file, in row-major order."""
-    return replace(piece, box=box).is_contiguous
+    return (Box(tuple(low), tuple(high)) for low, high in rows)
 
 
 class _Task(NamedTuple):
-    """A box of a stored piece, the memory that it is read into, and its range of the file."""
+    """A part of a stored piece that is not empty, and the memory that it is read into."""
 
     piece: StoredPiece
-    box: Box
     into: torch.Tensor
     dtype: str
-    start: int
-    stop: int
 
-    @classmethod
-    def of(cls, piece: StoredPiece, box: Box, into: torch.Tensor, dtype: str) -> _Task:
-        """The task of a box that is not empty."""
-        first = last = 0
-        dims = zip(box.start, box.stop, piece.box.start, piece.strides, strict=True)
-        for low, high, start, stride in dims:
-            first += (low - start) * stride
-            last += (high - 1 - start) * stride
-        size = itemsize(dtype)
-        return cls(
-            piece, box, into, dtype, piece.offset + first * size, piece.offset + (last + 1) * size
-        )
+    def part(self, box: Box, into: torch.Tensor) -> _Task:
+        """The task of reading a box of the piece."""
+        piece = self.piece
+        steps = zip(box.start, piece.box.start, piece.strides, strict=True)
+        first = sum((low - start) * stride for low, start, stride in steps)
+        offset = piece.offset + first * itemsize(self.dtype)
+        return _Task(StoredPiece(box, piece.file, offset, piece.strides), into, self.dtype)
 
     def split(self, num_bytes: int) -> Iterator[_Task]:
         """The task in parts of at most this many bytes."""
-        most = max(num_bytes // itemsize(self.dtype), 1)
-        if self.box.size <= most:
+        whole, most = self.piece.box, max(num_bytes // itemsize(self.dtype), 1)
+        if whole.size <= most:
             yield self
             return
-        for box in slabs(self.box, most):
-            yield _Task.of(self.piece, box, part_of((self.box, self.into), box), self.dtype)
+        for box in slabs(whole, most):
+            yield self.part(box, part_of((whole, self.into), box))
 
 
 class MappedFiles:
@@ -339,21 +326,23 @@ class MappedFiles:
 
     def copy(self, path: str, task: _Task) -> None:
         """Copy a box out of a file."""
+        start, stop = task.piece.span(task.dtype)
         with self._storage.using(path) as file:
-            if task.stop > file.size:
+            if stop > file.size:
                 raise DamageError(
-                    f"{self._storage.where(path)}: bytes {task.start} to {task.stop} are needed "
+                    f"{self._storage.where(path)}: bytes {start} to {stop} are needed "
                     f"and the file has {file.size}: it is truncated"
                 )
             pages = self._pages(path, file)
         width = itemsize(task.dtype)
         strides = [stride * width for stride in task.piece.strides]
-        stored: Array = np.ndarray(task.box.shape, _CELLS[width], pages, task.start, strides)
+        stored: Array = np.ndarray(task.piece.box.shape, _CELLS[width], pages, start, strides)
         # torch copies runs of 1 to 2 KiB a fifth faster than numpy does
-        task.into.view(_SAME_SIZE[width]).copy_(torch.from_numpy(stored))
-        del stored
-        first = task.start - task.start % mmap.PAGESIZE
-        pages.madvise(mmap.MADV_DONTNEED, first, task.stop - first)
+        part = torch.from_numpy(stored)
+        task.into.view(part.dtype).copy_(part)
+        del stored, part
+        first = start - start % mmap.PAGESIZE
+        pages.madvise(mmap.MADV_DONTNEED, first, stop - first)
 
     def _pages(self, path: str, file: OpenFile) -> mmap.mmap:
         with self._lock:
@@ -390,7 +379,9 @@ class DirectReader:
         self, requests: Mapping[str, ReadRequest], views: Mapping[str, Sequence[View]]
     ) -> None:
         """Read this rank's part of these tensors."""
-        tasks = sorted(self._tasks(requests, views), key=lambda task: (task.piece.file, task.start))
+        tasks = sorted(
+            self._tasks(requests, views), key=lambda task: (task.piece.file, task.piece.offset)
+        )
         storage = self.source.storage
         mapped = MappedFiles(storage) if isinstance(storage, LocalStorage) else None
         try:
@@ -399,10 +390,7 @@ class DirectReader:
                     self._read(task, mapped)
                 return
             parts = [part for task in tasks for part in task.split(LONGEST)]
-            work = in_order(
-                lambda task, _: self._read(task, mapped), parts, self.workers, lambda: None
-            )
-            for _ in work:
+            for _ in in_order(lambda task, _: self._read(task, mapped), parts, self.workers):
                 pass
         finally:
             if mapped is not None:
@@ -418,21 +406,22 @@ class DirectReader:
                     box = view[0] & piece.box
                     if box.size:
                         into = view[1] if box == view[0] else part_of(view, box)
-                        yield _Task.of(piece, box, into, request.transfer.have)
+                        yield _Task(piece, into, request.transfer.have).part(box, into)
 
     def _read(self, task: _Task, mapped: MappedFiles | None) -> None:
         kind: torch.dtype = getattr(torch, task.dtype)
         here = task.into.device.type == "cpu" and task.into.dtype == kind
-        if here and task.into.is_contiguous() and _is_run(task.piece, task.box):
+        if here and task.into.is_contiguous() and task.piece.is_contiguous:
             memory = task.into.reshape(-1).view(torch.uint8).numpy().data
-            self.source.read_into(task.piece.file, task.start, memory)
+            self.source.read_into(task.piece.file, task.piece.offset, memory)
         elif here and mapped is not None:
-            size = task.box.size * itemsize(task.dtype)
-            for part in task.split(size * MAPPED // (task.stop - task.start)):
+            size = task.piece.num_bytes(task.dtype)
+            start, stop = task.piece.span(task.dtype)
+            for part in task.split(size * MAPPED // (stop - start)):
                 mapped.copy(self.source.name(task.piece.file), part)
             self.source.count(size)
         else:
             for part in task.split(STAGED):
-                staged = torch.empty(part.box.shape, dtype=kind)
+                staged = torch.empty(part.piece.box.shape, dtype=kind)
                 self._read(part._replace(into=staged), mapped)
                 part.into.copy_(staged)

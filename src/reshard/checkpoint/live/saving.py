@@ -13,7 +13,7 @@ import io
 import json
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,9 +24,8 @@ import torch
 from reshard.checkpoint.catalog import StoredObject
 from reshard.checkpoint.formats.distcp_writer import distcp
 from reshard.checkpoint.formats.safetensors.writer import sharded
-from reshard.checkpoint.integrity import digest
-from reshard.checkpoint.integrity.checksums import SIDECAR, Checksums, ChunkSum, Recorder
-from reshard.checkpoint.live.entries import Entries, RankBoxes, entries_of
+from reshard.checkpoint.integrity.checksums import SIDECAR
+from reshard.checkpoint.live.entries import RankBoxes, entries_of
 from reshard.checkpoint.live.write_shares import (
     SavePlan,
     Writer,
@@ -38,7 +37,7 @@ from reshard.checkpoint.live.write_shares import (
 from reshard.checkpoint.output import Wanted, count_tensor_files
 from reshard.checkpoint.publish.workplace import Workplace
 from reshard.checkpoint.storage.output_files import OutputFiles, replace_file
-from reshard.checkpoint.transfer.copying import Done
+from reshard.checkpoint.transfer.copying import Done, checksums_of
 from reshard.errors import CheckpointError, DisagreementError, TargetError, UnfinishedError
 from reshard.layout.spec import TensorSpec
 from reshard.sharded.groups import Group
@@ -109,113 +108,219 @@ def save(
     began = time.monotonic()
     agreement = Agreement(group, "saving a checkpoint", timeout, CheckpointError)
     request = {"path": str(path), "format": format, "overwrite": overwrite, "checksums": checksums}
-    saved = _described(agreement, state_dict, request)
-    plan = _planned(saved, format, agreement)
-    written, kept = _write(agreement, Workplace.beside(Path(path)), saved, plan, request)
+    saving = _Saving(agreement, request, state_dict)
+    written = saving.write()
+    specs, files = saving.plan.specs, saving.plan.output.files
     report = SaveReport(
         target=str(path),
         format=format,
-        num_tensors=len(plan.specs),
-        num_files=count_tensor_files(plan.output.files),
-        unique_bytes=sum(spec.num_bytes for spec in plan.specs.values()),
+        num_tensors=len(specs),
+        num_files=count_tensor_files(files),
+        unique_bytes=sum(spec.num_bytes for spec in specs.values()),
         bytes_written=sum(written),
         busiest_bytes=max(written),
         seconds=time.monotonic() - began,
         checksums=checksums,
         num_ranks=len(agreement.ranks),
-        left_out=() if format == "distcp" else tuple(saved.others),
-        left_alone=kept,
+        left_out=() if format == "distcp" else tuple(saving.others),
+        left_alone=saving.kept,
     )
     log.info("save: %s", str(report).partition("\n")[0])
     return report
 
 
-def _write(
-    agreement: Agreement,
-    place: Workplace,
-    saved: _Saved,
-    plan: SavePlan,
-    request: Mapping[str, Any],
-) -> tuple[list[int], tuple[str, ...]]:
-    """Write and publish all files: the bytes that each rank wrote, and names of files kept."""
-    overwrite, checksums = request["overwrite"], request["checksums"]
-    files = [file.path for file in plan.output.files]
-    with _entered(agreement, place, overwrite, files):
-        target = OutputFiles(place.data, plan.output.files)
-        token = agreement.run_on_first(lambda: _prepare(place, target, plan.output.num_bytes))
-        writer = Writer(plan, saved.entries.held, saved.objects, agreement.rank, checksums)
-        try:
-            agreement.run(lambda: _check_seen(place, token))
-            while any(agreement.run(lambda: _step(writer, target)).values()):
-                pass
-            written = agreement.run(lambda: _write_sums(writer, place, agreement.rank))
-            agreement.run_on_first(lambda: _seal(place, target, plan, agreement.ranks, checksums))
-        finally:
-            target.close()
-        kept = agreement.run_on_first(lambda: _publish(place, overwrite, files))
-    return [*written.values()], tuple(kept)
+class _Saving:
+    """A save in progress; every rank makes the same plan."""
 
+    def __init__(
+        self, agreement: Agreement, request: Mapping[str, Any], state_dict: Mapping[Any, Any]
+    ) -> None:
+        self.agreement, self.request = agreement, request
+        answers = agreement.run(lambda: self._describe(state_dict))
+        agreement.check_gathered({rank: one[3] for rank, one in answers.items()})
+        described = specs_from_texts({rank: one[0] for rank, one in answers.items()})
+        specs = merge_specs(described)
+        _check_present(specs, described)
+        self.others: dict[str, tuple[int, int]] = {}
+        """The first rank that has each entry that is not a tensor, and its size."""
+        keys: dict[str, tuple[str | int, ...]] = {}
+        for rank, (_, sizes, paths, _) in answers.items():
+            for name, size in sizes.items():
+                self.others.setdefault(name, (rank, size))
+            keys |= {name: tuple(path) for name, path in paths.items()}
+        self._check_entries(specs)
+        self.place = Workplace.beside(Path(request["path"]))
+        self.plan = self._planned(specs, keys)
+        self.kept: tuple[str, ...] = ()
+        """Names of other files at the destination."""
+        self._paths = [file.path for file in self.plan.output.files]
+        self._target = OutputFiles(self.place.data, self.plan.output.files)
+        held, checksums = self._entries.held, request["checksums"]
+        self._writer = Writer(self.plan, held, self._objects, agreement.rank, checksums)
 
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    """What is saved: the entries of this rank, and those of all ranks together."""
-
-    entries: Entries
-    objects: Mapping[str, bytes]
-    """The entries of this rank that are not tensors, as torch saves them."""
-    specs: Mapping[str, TensorSpec]
-    others: Mapping[str, tuple[int, int]]
-    """The first rank that has each entry that is not a tensor, and its size."""
-    keys: Mapping[str, tuple[str | int, ...]]
-
-
-def _described(
-    agreement: Agreement, state_dict: Mapping[Any, Any], request: Mapping[str, Any]
-) -> _Saved:
-    found: list[tuple[Entries, dict[str, bytes]]] = []
-    format = request["format"]
-
-    def describe() -> list[Any]:
+    def _describe(self, state_dict: Mapping[Any, Any]) -> list[Any]:
+        """What this rank tells the others."""
+        path, format = self.request["path"], self.request["format"]
         if format not in FORMATS:
             raise CheckpointError(
                 f"{quoted(format)} is no format that a job saves: use {' or '.join(FORMATS)}"
             )
-        if "://" in request["path"]:
+        if "://" in path:
             raise TargetError(
-                f"{request['path']} is no folder of this machine: save to one, and upload it then, "
+                f"{path} is no folder of this machine: save to one, and upload it then, "
                 "or let reshard convert write it there"
             )
-        entries = entries_of(state_dict)
-        objects = {
+        self._entries = entries = entries_of(state_dict)
+        self._objects = {
             name: _bytes(name, one) if format == "distcp" else b""
             for name, one in entries.others.items()
         }
-        found.append((entries, objects))
-        sizes = {name: len(data) for name, data in objects.items()}
-        return [specs_to_text(entries.specs()), sizes, entries.keys, request]
+        sizes = {name: len(data) for name, data in self._objects.items()}
+        return [specs_to_text(entries.specs()), sizes, entries.keys, self.request]
 
-    answers = agreement.run(describe)
-    agreement.check_gathered({rank: one[3] for rank, one in answers.items()})
-    described = specs_from_texts({rank: one[0] for rank, one in answers.items()})
-    specs = merge_specs(described)
-    _check_present(specs, described)
-    others: dict[str, tuple[int, int]] = {}
-    keys: dict[str, tuple[str | int, ...]] = {}
-    for rank, (_, sizes, paths, _) in answers.items():
-        for name, size in sizes.items():
-            others.setdefault(name, (rank, size))
-        keys |= {name: tuple(path) for name, path in paths.items()}
-    both = sorted(others.keys() & specs.keys())
-    if both:
-        raise CheckpointError(f"{quoted(both[0])} is a tensor on some ranks and none on others")
-    if not specs and not (others and format == "distcp"):
-        entries = count(len(others), "other entry", "other entries")
-        more = f' and {entries}, for format="distcp"' if others else ""
-        raise CheckpointError(
-            f"nothing to save to {request['path']}: the state dict has 0 tensors{more}: is it the "
-            "right one?"
-        )
-    return _Saved(found[0][0], found[0][1], specs, others, keys)
+    def _check_entries(self, specs: Mapping[str, TensorSpec]) -> None:
+        """Refuse an entry that is not a tensor on all ranks, and a state dict without tensors."""
+        both = sorted(self.others.keys() & specs.keys())
+        if both:
+            raise CheckpointError(f"{quoted(both[0])} is a tensor on some ranks and none on others")
+        if not specs and not (self.others and self.request["format"] == "distcp"):
+            entries = count(len(self.others), "other entry", "other entries")
+            more = f' and {entries}, for format="distcp"' if self.others else ""
+            raise CheckpointError(
+                f"nothing to save to {self.request['path']}: the state dict has 0 tensors{more}: "
+                "is it the right one?"
+            )
+
+    def _planned(
+        self, given: Mapping[str, TensorSpec], keys: Mapping[str, tuple[str | int, ...]]
+    ) -> SavePlan:
+        """All files and the place of every box in them."""
+        main = main_mesh(given)
+        specs = {
+            name: replace(spec, layout=on_mesh(spec.layout, main))
+            for name, spec in sorted(given.items())
+        }
+        owned = owners_of(specs)
+        wanted = {
+            name: Wanted(spec.shape, spec.dtype, spec.layout, owned[name])
+            for name, spec in specs.items()
+        }
+        if self.request["format"] == "distcp":
+            objects = [StoredObject(name, 0, 0, size) for name, (_, size) in self.others.items()]
+            output = distcp(wanted, objects, keys)
+        else:
+            output = sharded(wanted, {}, None if main is None else str(main.mesh))
+        writers = writers_of(output, owned, self.agreement.ranks[0])
+        holders = {name: rank for name, (rank, _) in self.others.items()}
+        return SavePlan(specs, owned, output, writers, holders)
+
+    def write(self) -> list[int]:
+        """Write and publish all files; the bytes that each rank wrote."""
+        run, run_on_first = self.agreement.run, self.agreement.run_on_first
+        with self._entered():
+            token = run_on_first(self._prepare)
+            try:
+                run(lambda: self._check_seen(token))
+                while any(run(self._step).values()):
+                    pass
+                written = run(self._write_sums)
+                run_on_first(self._seal)
+            finally:
+                self._target.close()
+            self.kept = tuple(run_on_first(self._publish))
+        return [*written.values()]
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        """Hold the folder of the output on the first rank; remove it after a failure."""
+        self.agreement.run_on_first(self._enter)
+        try:
+            yield
+        except BaseException:
+            if self.agreement.is_first:
+                with suppress(OSError):  # the first error is the one to report
+                    if not self.place.recover():
+                        self.place.discard()
+            raise
+        finally:
+            self.place.leave()
+
+    def _enter(self) -> None:
+        place, overwrite = self.place, self.request["overwrite"]
+        place.settle()
+        place.check_target(overwrite, self._paths)
+        place.enter()
+        try:
+            found = place.request()
+            if found is not None and not found.get("saved"):
+                raise TargetError(
+                    f"an unfinished conversion to {place.target} exists: finish it with reshard "
+                    f"convert --resume, or remove {place.folder}"
+                )
+            if found is not None:  # left by a save that was killed: nothing of it can be used
+                place.discard()
+                place.enter()
+            place.check_target(overwrite, self._paths)
+            place.note_request({"saved": True})
+        except BaseException:
+            place.leave()
+            raise
+
+    def _prepare(self) -> str:
+        """Create all files at full size; returns a token by which other ranks know the folder."""
+        self.place.check_room(self.plan.output.num_bytes)
+        self.place.data.mkdir()
+        self._target.allocate()
+        token = secrets.token_hex(8)
+        replace_file(self.place.folder / "prepared", token.encode())
+        return token
+
+    def _check_seen(self, token: str) -> None:
+        """Refuse a folder that this rank does not share with the first one."""
+        deadline = time.monotonic() + SEEN_WITHIN
+        while True:
+            with suppress(OSError):
+                if (self.place.folder / "prepared").read_text() == token:
+                    return
+            if time.monotonic() > deadline:
+                raise TargetError(
+                    f"{self.place.folder}, which the first rank has created, is not visible here: "
+                    "save to a folder that all ranks share"
+                )
+            time.sleep(0.1)
+
+    def _step(self) -> bool:
+        try:
+            return self._writer.step(self._target)
+        except UnfinishedError as error:
+            raise TargetError(f"{str(error).rpartition(';')[0]}; nothing was published") from None
+
+    def _write_sums(self) -> int:
+        """Write the checksums of this rank for the first one; returns the bytes written."""
+        done = self._writer.done
+        data = json.dumps(done.to_record()).encode()
+        replace_file(self.place.folder / f"sums.{self.agreement.rank}", data)
+        return done.num_bytes
+
+    def _seal(self) -> None:
+        """Check the sizes of all files, and write their checksums."""
+        place, files = self.place, self.plan.output.files
+        for file in files:
+            size = (place.data / file.path).stat().st_size
+            if size != file.size:
+                raise TargetError(f"{place.data / file.path} has {size} bytes and not {file.size}")
+        if self.request["checksums"]:
+            texts = [(place.folder / f"sums.{rank}").read_bytes() for rank in self.agreement.ranks]
+            done = (Done.from_record(json.loads(text)) for text in texts)
+            tensors = [(name, spec.shape, spec.dtype) for name, spec in self.plan.specs.items()]
+            replace_file(place.data / SIDECAR, checksums_of(done, files, tensors).to_bytes())
+        self._target.sync_folders()
+
+    def _publish(self) -> list[str]:
+        try:
+            return list(self.place.publish(self.request["overwrite"], self._paths))
+        except UnfinishedError as error:
+            raise TargetError(f"{str(error).partition(':')[0]}: nothing was published") from None
 
 
 def _check_present(
@@ -247,142 +352,3 @@ def _bytes(name: str, value: Any) -> bytes:
             f"({type(error).__name__}): take it out of the state dict"
         ) from error
     return buffer.getvalue()
-
-
-def _planned(saved: _Saved, format: str, agreement: Agreement) -> SavePlan:
-    """All files and the place of every box in them; every rank makes the same plan."""
-    main = main_mesh(saved.specs)
-    specs = {
-        name: replace(spec, layout=on_mesh(spec.layout, main))
-        for name, spec in sorted(saved.specs.items())
-    }
-    owned = owners_of(specs)
-    wanted = {
-        name: Wanted(spec.shape, spec.dtype, spec.layout, owned[name])
-        for name, spec in specs.items()
-    }
-    if format == "distcp":
-        objects = [StoredObject(name, 0, 0, size) for name, (_, size) in saved.others.items()]
-        output = distcp(wanted, objects, saved.keys)
-    else:
-        output = sharded(wanted, {}, None if main is None else str(main.mesh))
-    writers = writers_of(output, owned, agreement.ranks[0])
-    return SavePlan(
-        specs, owned, output, writers, {n: rank for n, (rank, _) in saved.others.items()}
-    )
-
-
-@contextmanager
-def _entered(
-    agreement: Agreement, place: Workplace, overwrite: bool, files: Sequence[str]
-) -> Iterator[None]:
-    """Hold the folder of the output on the first rank; remove it after a failure."""
-    agreement.run_on_first(lambda: _enter(place, overwrite, files))
-    try:
-        yield
-    except BaseException:
-        if agreement.is_first:
-            with suppress(OSError):  # the first error is the one to report
-                if not place.recover():
-                    place.discard()
-        raise
-    finally:
-        place.leave()
-
-
-def _enter(place: Workplace, overwrite: bool, files: Sequence[str]) -> None:
-    place.settle()
-    place.check_target(overwrite, files)
-    place.enter()
-    try:
-        found = place.request()
-        if found is not None and not found.get("saved"):
-            raise TargetError(
-                f"an unfinished conversion to {place.target} exists: finish it with reshard "
-                f"convert --resume, or remove {place.folder}"
-            )
-        if found is not None:  # left by a save that was killed: nothing of it can be used
-            place.discard()
-            place.enter()
-        place.check_target(overwrite, files)
-        place.note_request({"saved": True})
-    except BaseException:
-        place.leave()
-        raise
-
-
-def _prepare(place: Workplace, target: OutputFiles, num_bytes: int) -> str:
-    """Create all files at their full size; returns a token by which other ranks know the folder."""
-    place.check_room(num_bytes)
-    place.data.mkdir()
-    target.allocate()
-    token = secrets.token_hex(8)
-    replace_file(place.folder / "prepared", token.encode())
-    return token
-
-
-def _check_seen(place: Workplace, token: str) -> None:
-    """Refuse a folder that this rank does not share with the first one."""
-    deadline = time.monotonic() + SEEN_WITHIN
-    while True:
-        with suppress(OSError):
-            if (place.folder / "prepared").read_text() == token:
-                return
-        if time.monotonic() > deadline:
-            raise TargetError(
-                f"{place.folder}, which the first rank has created, is not visible here: save to a "
-                "folder that all ranks share"
-            )
-        time.sleep(0.1)
-
-
-def _step(writer: Writer, target: OutputFiles) -> bool:
-    try:
-        return writer.step(target)
-    except UnfinishedError as error:
-        raise TargetError(f"{str(error).rpartition(';')[0]}; nothing was published") from None
-
-
-def _write_sums(writer: Writer, place: Workplace, rank: int) -> int:
-    """Write the checksums of this rank for the first one; returns the bytes written."""
-    data = json.dumps(writer.done.to_record()).encode()
-    replace_file(place.folder / f"sums.{rank}", data)
-    return writer.done.num_bytes
-
-
-def _seal(
-    place: Workplace, target: OutputFiles, plan: SavePlan, ranks: tuple[int, ...], checksums: bool
-) -> None:
-    """Check the sizes of all files, and write their checksums."""
-    for file in plan.output.files:
-        size = (place.data / file.path).stat().st_size
-        if size != file.size:
-            raise TargetError(f"{place.data / file.path} has {size} bytes and not {file.size}")
-    if checksums:
-        sums = _sidecar(place, plan, ranks)
-        replace_file(place.data / SIDECAR, sums.to_bytes())
-    target.sync_folders()
-
-
-def _sidecar(place: Workplace, plan: SavePlan, ranks: tuple[int, ...]) -> Checksums:
-    """The checksums that all ranks have written."""
-    recorder, values = Recorder(), [0] * len(plan.specs)
-    for rank in ranks:
-        done = Done.from_record(json.loads((place.folder / f"sums.{rank}").read_bytes()))
-        for file, start, stop, text in done.sums:
-            path = plan.output.files[file].path
-            recorder.put(path, [ChunkSum(start, stop, bytes.fromhex(text))])
-        for number, value in done.parts.items():
-            values[number] += value
-    digests = {
-        name: digest.finish(digest.combine([value]), spec.shape, spec.dtype)
-        for (name, spec), value in zip(plan.specs.items(), values, strict=True)
-    }
-    return Checksums(recorder.finish({file.path: file.size for file in plan.output.files}), digests)
-
-
-def _publish(place: Workplace, overwrite: bool, files: Sequence[str]) -> list[str]:
-    try:
-        return list(place.publish(overwrite, files))
-    except UnfinishedError as error:
-        raise TargetError(f"{str(error).partition(':')[0]}: nothing was published") from None

@@ -41,7 +41,7 @@ from reshard.planning.plans import plan
 from reshard.tensors.agreement import Agreement
 
 __all__ = [
-    "CrcRecords", "Scatter", "ShareData", "ShareReader", "are_small", "copy_small", "read_small",
+    "CrcRecords", "ShareData", "SharedReads", "are_small", "copy_small", "read_small",
 ]  # fmt: skip
 
 LOCAL_WORKERS = 2
@@ -79,38 +79,44 @@ class ShareData:
         return parts
 
 
-class ShareReader:
-    """Reads the shares of one rank."""
+class SharedReads:
+    """Reads this rank's share of what several ranks need, and moves it into the tensors of all."""
 
     def __init__(
         self,
         source: Source,
         requests: Mapping[str, ReadRequest],
-        rank: int,
         digests: Mapping[str, str],
+        agreement: Agreement,
+        held: Mapping[str, Held],
+        memory: int,
     ) -> None:
-        self.source, self.requests, self._rank = source, requests, rank
-        self._digests = digests
+        self._source, self._requests, self._digests = source, requests, digests
+        self._agreement, self._memory = agreement, memory
         self._reads = SourceReads(source)
+        self._boxes = RankBoxes()
+        self.bytes_moved = 0
+        self.views: Mapping[str, Sequence[View]] = {
+            name: self._boxes.views(held[name], agreement.rank) for name in requests if name in held
+        }
 
     def read(self, batch: Batch) -> tuple[list[ShareData], dict[str, int]]:
         """This rank's share of a batch, and what it adds to the digest value of each tensor."""
         found = []
         for share in batch.shares:
-            if boxes := tuple(share.boxes.get(self._rank, ())):
-                kind: torch.dtype = getattr(torch, self.requests[share.name].transfer.have)
+            if boxes := tuple(share.boxes.get(self._agreement.rank, ())):
+                kind: torch.dtype = getattr(torch, self._requests[share.name].transfer.have)
                 local = torch.empty(sum(box.size for box in boxes), dtype=kind)
                 found.append(ShareData(share, boxes, local))
         tasks = [(one, box, part) for one in found for box, part in one.parts()]
-        workers = LOCAL_WORKERS if self.source.storage.is_local else REMOTE_WORKERS
-        values: dict[str, int] = {}
+        workers = LOCAL_WORKERS if self._source.storage.is_local else REMOTE_WORKERS
+        values = Counter[str]()
         done = in_order(self._read, tasks, workers, lambda: np.empty(SCRATCH, dtype=np.uint8))
         for (one, box, _), array in done:
             name = one.share.name
             if name in self._digests:
-                transfer = self.requests[name].transfer
-                value = digest.part(array, box, transfer.shape, transfer.have)
-                values[name] = (values.get(name, 0) + value) % digest.MODULUS
+                transfer = self._requests[name].transfer
+                values[name] += digest.part(array, box, transfer.shape, transfer.have)
         return found, values
 
     def crc_parts(self) -> list[Part]:
@@ -120,7 +126,7 @@ class ShareReader:
 
     def _read(self, task: tuple[ShareData, Box, torch.Tensor], scratch: Array) -> Array:
         one, box, part = task
-        transfer = self.requests[one.share.name].transfer
+        transfer = self._requests[one.share.name].transfer
         place = _Place(part.reshape(-1).view(torch.uint8).numpy(), scratch)
         array = fill(transfer, box, place, self._reads)
         if len(transfer.replicas):  # compared in parts that fit into the scratch buffer
@@ -128,6 +134,68 @@ class ShareReader:
                 inner = array[within(some.start, some.stop, box)]
                 compare(transfer, some, inner, place, self._reads)
         return array
+
+    def move(self, batch: Batch, read: Sequence[ShareData]) -> None:
+        """Write a batch into the tensors of all ranks."""
+        if len(self._agreement.ranks) == 1:
+            for one in read:
+                _copy(one, self.views.get(one.share.name, []))
+            return
+        have: dict[str, TensorSpec] = {}
+        want: dict[str, TensorSpec] = {}
+        given: dict[str, torch.Tensor] = {}
+        into: dict[str, torch.Tensor] = {}
+        mine = {(one.share.name, one.share.window): one for one in read}
+        for share in batch.shares:
+            source = self._readers(share, is_first=not have)
+            here = mine.get((share.name, share.window))
+            for number, destination in self._destinations(share):
+                name = f"{share.name} {share.window}" + f" part {number}" * (number > 0)
+                have[name], want[name] = source, destination
+                if here is not None:  # in the shape of a local tensor with a layout of boxes
+                    is_one = len(here.boxes) == 1
+                    given[name] = here.local.view(here.boxes[0].shape) if is_one else here.local
+                views = self.views.get(share.name, [])[number : number + 1]
+                if views and (views[0][0] & share.window).size:
+                    into[name] = part_of(views[0], share.window)
+        if have:
+            scatter = plan(have, want, memory=self._memory)
+            self.bytes_moved += scatter.summary().wire_bytes
+            scatter.run(
+                given,
+                into=into,
+                group=self._agreement.group,
+                timeout=self._agreement.timeout,
+                progress=False,
+                sync=True,
+            )
+
+    def _readers(self, share: Share, is_first: bool) -> TensorSpec:
+        """The boxes that ranks have read; the first tensor lists all ranks: each move has these."""
+        transfer = self._requests[share.name].transfer
+        ranks = self._agreement.ranks if is_first else share.boxes
+        boxes = {rank: share.boxes.get(rank, ()) for rank in ranks}
+        return TensorSpec(transfer.shape, transfer.have, Layout.from_boxes(transfer.shape, boxes))
+
+    def _destinations(self, share: Share) -> Iterator[tuple[int, TensorSpec]]:
+        """The parts of a window on the ranks: their first boxes in it, their second, and so on.
+
+        A rank has at most one box in each, so that the box is a view of its tensor.
+        """
+        request = self._requests[share.name]
+        shape, dtype = request.transfer.shape, request.transfer.want
+        inside = {
+            rank: [box & share.window for box in boxes]
+            for rank, boxes in self._boxes.of(request.layout, shape).items()
+        }
+        for number in range(max(map(len, inside.values()), default=0)):
+            boxes = {
+                rank: (held[number],)
+                for rank, held in inside.items()
+                if number < len(held) and held[number].size
+            }
+            if boxes:
+                yield number, TensorSpec(shape, dtype, Layout.from_boxes(shape, boxes))
 
 
 class CrcRecords:
@@ -190,88 +258,6 @@ def copy_small(
         part = data[start:at].clone().view(getattr(torch, transfer.have)).reshape(transfer.shape)
         for view in views.get(name, ()):
             view[1].copy_(part_of((Box.whole(transfer.shape), part), view[0]))
-
-
-class Scatter:
-    """Writes what the ranks have read into the tensors of a state dict."""
-
-    def __init__(
-        self,
-        agreement: Agreement,
-        requests: Mapping[str, ReadRequest],
-        specs: Mapping[str, TensorSpec],
-        held: Mapping[str, Held],
-        memory: int,
-    ) -> None:
-        self.bytes_moved = 0
-        self._boxes = RankBoxes()
-        self._agreement, self._requests = agreement, requests
-        self._specs, self._memory = specs, memory
-        self.views: Mapping[str, Sequence[View]] = {
-            name: self._boxes.views(held[name], agreement.rank) for name in specs if name in held
-        }
-
-    def move(self, batch: Batch, read: Sequence[ShareData]) -> None:
-        """Write a batch into the tensors of all ranks."""
-        if len(self._agreement.ranks) == 1:
-            for one in read:
-                _copy(one, self.views.get(one.share.name, []))
-            return
-        have: dict[str, TensorSpec] = {}
-        want: dict[str, TensorSpec] = {}
-        given: dict[str, torch.Tensor] = {}
-        into: dict[str, torch.Tensor] = {}
-        mine = {(one.share.name, one.share.window): one for one in read}
-        for share in batch.shares:
-            source = self._source(share, is_first=not have)
-            here = mine.get((share.name, share.window))
-            for number, destination in self._destinations(share):
-                name = f"{share.name} {share.window}" + f" part {number}" * (number > 0)
-                have[name], want[name] = source, destination
-                if here is not None:  # in the shape of a local tensor with a layout of boxes
-                    is_one = len(here.boxes) == 1
-                    given[name] = here.local.view(here.boxes[0].shape) if is_one else here.local
-                views = self.views.get(share.name, [])[number : number + 1]
-                if views and (views[0][0] & share.window).size:
-                    into[name] = part_of(views[0], share.window)
-        if have:
-            scatter = plan(have, want, memory=self._memory)
-            self.bytes_moved += scatter.summary().wire_bytes
-            scatter.run(
-                given,
-                into=into,
-                group=self._agreement.group,
-                timeout=self._agreement.timeout,
-                progress=False,
-                sync=True,
-            )
-
-    def _source(self, share: Share, is_first: bool) -> TensorSpec:
-        """The boxes that ranks have read; the first tensor lists all ranks: each move has these."""
-        transfer = self._requests[share.name].transfer
-        ranks = self._agreement.ranks if is_first else share.boxes
-        boxes = {rank: share.boxes.get(rank, ()) for rank in ranks}
-        return TensorSpec(transfer.shape, transfer.have, Layout.from_boxes(transfer.shape, boxes))
-
-    def _destinations(self, share: Share) -> Iterator[tuple[int, TensorSpec]]:
-        """The parts of a window on the ranks: their first boxes in it, their second, and so on.
-
-        A rank has at most one box in each, so that the box is a view of its tensor.
-        """
-        spec = self._specs[share.name]
-        inside = {
-            rank: [box & share.window for box in boxes]
-            for rank, boxes in self._boxes.of(spec.layout, spec.shape).items()
-        }
-        for number in range(max(map(len, inside.values()), default=0)):
-            boxes = {
-                rank: (held[number],)
-                for rank, held in inside.items()
-                if number < len(held) and held[number].size
-            }
-            if boxes:
-                layout = Layout.from_boxes(spec.shape, boxes)
-                yield number, TensorSpec(spec.shape, spec.dtype, layout)
 
 
 def _copy(one: ShareData, views: Sequence[View]) -> None:

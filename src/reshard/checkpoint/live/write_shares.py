@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from reshard.checkpoint.integrity import digest
+from reshard.checkpoint.integrity.checksums import Sum, sums_of
 from reshard.checkpoint.live.entries import Held, RankBoxes, View, part_of
-from reshard.checkpoint.output import Output, Owned, Wanted, owned_boxes
+from reshard.checkpoint.output import Output, OwnedBox, Wanted, owned_boxes
 from reshard.checkpoint.piece_table import slabs
 from reshard.checkpoint.storage.output_files import OutputFiles
-from reshard.checkpoint.transfer.copying import Done, Sum, sums_of
+from reshard.checkpoint.transfer.copying import Done
 from reshard.checkpoint.transfer.windows import in_order
 from reshard.dtypes import itemsize
 from reshard.layout.box import Box
@@ -34,36 +35,35 @@ STEP = 1 << 30
 """Bytes after which the ranks agree, so that none waits long without a sign of the others."""
 
 
-def owners_of(specs: Mapping[str, TensorSpec]) -> dict[str, Owned]:
+def owners_of(specs: Mapping[str, TensorSpec]) -> dict[str, list[OwnedBox]]:
     """The rank that writes each distinct box of every tensor: one that holds it, in equal shares.
 
     >>> from reshard.layout.mesh import Mesh
     >>> specs = {name: TensorSpec((size,), "float32", Layout(Mesh(dp=2), "-"))
     ...          for name, size in [("a", 6), ("b", 1), ("c", 5)]}
-    >>> {name: owned.ranks.tolist() for name, owned in owners_of(specs).items()}
+    >>> {name: [box.rank for box in boxes] for name, boxes in owners_of(specs).items()}
     {'a': [0], 'b': [1], 'c': [1]}
     """
     owned = {
-        name: owned_boxes(name, Wanted(spec.shape, spec.dtype, spec.layout), number)
+        name: [*owned_boxes(name, Wanted(spec.shape, spec.dtype, spec.layout), number)]
         for number, (name, spec) in enumerate(specs.items())
     }
     loads = LeastLoaded(rank for spec in specs.values() for rank in spec.layout.ranks)
     choices = []
     for name, spec in specs.items():
-        shapes = owned[name].stops - owned[name].starts
-        sizes = shapes.prod(axis=1) * itemsize(spec.dtype)
-        if not sizes.any():
+        if not spec.num_bytes:
             continue
         listed = listed_of(spec.layout, spec.shape)
+        sizes = (listed.stops - listed.starts).prod(axis=1) * itemsize(spec.dtype)
         shared = np.diff(listed.first) > 1
         for box in np.flatnonzero(~shared).tolist():
-            loads.loads[int(owned[name].ranks[box])] += int(sizes[box])
+            loads.loads[owned[name][box].rank] += int(sizes[box])
         choices += [
             (-int(sizes[box]), name, box, listed.of(box)) for box in np.flatnonzero(shared).tolist()
         ]
-        owned[name] = replace(owned[name], ranks=owned[name].ranks.copy())
     for size, name, box, holders in sorted(choices, key=lambda one: one[:3]):
-        owned[name].ranks[box] = loads.choose(sorted(holders.tolist()), -size)
+        rank = loads.choose(sorted(holders.tolist()), -size)
+        owned[name][box] = owned[name][box]._replace(rank=rank)
     return owned
 
 
@@ -91,7 +91,7 @@ class SavePlan:
     """What is to be saved, equal on all ranks."""
 
     specs: Mapping[str, TensorSpec]
-    owned: Mapping[str, Owned]
+    owned: Mapping[str, Sequence[OwnedBox]]
     output: Output
     writers: Mapping[int, int]
     """The rank that writes the header and other known bytes of each file."""
@@ -99,17 +99,14 @@ class SavePlan:
     """The rank that writes each entry that is not a tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Write:
-    """One write to a file: a box of a tensor, or known bytes."""
+class _Write(NamedTuple):
+    """A box of a tensor to be written, and the view of this rank that contains it."""
 
     file: int
     offset: int
-    name: str = ""
-    box: Box | None = None
-    view: View | None = None
-    """The memory that contains the box."""
-    data: bytes = b""
+    name: str
+    box: Box
+    view: View
 
 
 class Writer:
@@ -126,7 +123,8 @@ class Writer:
         self._plan, self._held, self._objects, self._rank = plan, held, objects, rank
         self._checksums = checksums
         self._rank_boxes = RankBoxes()
-        self._left = self._writes()
+        self._known = self._known_bytes()
+        self._left = (write for name in plan.output.tensors for write in self._boxes(name))
         self._touched: set[int] = set()
         self._numbers = {name: number for number, name in enumerate(plan.specs)}
         self.done = Done(rank)
@@ -134,47 +132,48 @@ class Writer:
 
     def step(self, target: OutputFiles) -> bool:
         """Write the next part and put it on disk; whether there was one."""
-        count = max(STEP // WINDOW, 1)
-        tasks = list(islice(self._left, count))
+        for file, offset, data in self._known:  # all of it in the first step
+            self.done.sums += self._write(target, file, offset, memoryview(data))
+            self.done.num_bytes += len(data)
 
         def write(task: _Write, _: None) -> tuple[list[Sum], Any]:
             array = self._array(task)
-            data = memoryview(array.reshape(-1).view("u1").data if task.box else task.data)
-            target.write(task.file, task.offset, data)
-            self._touched.add(task.file)
-            return (sums_of(task.file, task.offset, data) if self._checksums else []), array
+            data = array.reshape(-1).view("u1").data
+            return self._write(target, task.file, task.offset, data), array
 
-        for task, (sums, array) in in_order(write, tasks, WORKERS, lambda: None):
+        tasks = list(islice(self._left, max(STEP // WINDOW, 1)))
+        for task, (sums, array) in in_order(write, tasks, WORKERS):
             self.done.sums += sums
-            self.done.num_bytes += len(task.data) if task.box is None else array.nbytes
-            if self._checksums and task.box is not None:
-                spec, parts = self._plan.specs[task.name], self.done.parts
-                value = digest.part(array, task.box, spec.shape, spec.dtype)
-                number = self._numbers[task.name]
-                parts[number] = (parts.get(number, 0) + value) % digest.MODULUS
+            self.done.num_bytes += array.nbytes
+            if self._checksums:
+                spec, number = self._plan.specs[task.name], self._numbers[task.name]
+                self.done.parts[number] += digest.part(array, task.box, spec.shape, spec.dtype)
         for file in sorted(self._touched):
             target.sync_file(file)
         self._touched.clear()
         return bool(tasks)
 
-    def _writes(self) -> Iterator[_Write]:
+    def _write(self, target: OutputFiles, file: int, offset: int, data: memoryview) -> list[Sum]:
+        target.write(file, offset, data)
+        self._touched.add(file)
+        return sums_of(file, offset, data) if self._checksums else []
+
+    def _known_bytes(self) -> Iterator[tuple[int, int, bytes]]:
+        """The file, offset and bytes of literals and objects that this rank writes."""
         output = self._plan.output
         for literal in output.all_literals():
             if self._plan.writers[literal.file] == self._rank:
-                yield _Write(literal.file, literal.offset, data=literal.data)
+                yield literal.file, literal.offset, literal.data
         for copy in output.objects:
             if self._plan.objects[copy.source.name] == self._rank:
-                data = self._objects[copy.source.name]
-                yield _Write(copy.file, copy.offset, data=data)
-        for name in output.tensors:
-            yield from self._boxes(name)
+                yield copy.file, copy.offset, self._objects[copy.source.name]
 
     def _boxes(self, name: str) -> Iterator[_Write]:
         spec, pieces = self._plan.specs[name], self._plan.output.tensors[name].pieces
         mine = {start for start, _, rank in self._plan.owned[name] if rank == self._rank}
         views = self._rank_boxes.views(self._held[name], self._rank) if mine else []
         size = itemsize(spec.dtype)
-        for piece in pieces.pieces:
+        for piece in pieces:
             at, whole = piece.offset, piece.box
             for box in slabs(whole, WINDOW // size) if whole.start in mine else ():
                 view = next(view for view in views if whole in view[0])
@@ -183,18 +182,18 @@ class Writer:
 
     def _array(self, task: _Write) -> Any:
         """A box of this rank's tensor, row-major in host memory."""
-        if task.box is None or task.view is None:
-            return None
         part = part_of(task.view, task.box)
         flat = part.contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
         return flat.view(f"V{part.element_size()}").reshape(task.box.shape)
 
 
-def writers_of(output: Output, owned: Mapping[str, Owned], first: int) -> dict[int, int]:
+def writers_of(
+    output: Output, owned: Mapping[str, Sequence[OwnedBox]], first: int
+) -> dict[int, int]:
     """The rank that writes each file: that of its boxes, or the first one."""
     found = dict.fromkeys(range(len(output.files)), first)
     for name, tensor in output.tensors.items():
         by_start = {start: rank for start, _, rank in owned[name]}
-        for piece in tensor.pieces.pieces:
+        for piece in tensor.pieces:
             found[piece.file] = by_start[piece.box.start]
     return found

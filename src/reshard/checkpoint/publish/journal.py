@@ -27,7 +27,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,74 +170,60 @@ class Team:
 
     def wait_for_leader(self, place: Workplace, fingerprint: str) -> int:
         """Wait until rank 0 has prepared the files; returns the window size that it chose."""
-
-        def prepared() -> int | None:
-            request = place.request()
-            if not request or request.get("fingerprint") != fingerprint:
-                return None
+        patience = _Patience(self.timeout)
+        while True:
+            request = place.request() or {}
             is_ready = (place.folder / "prepared").exists() and place.is_held()
-            return int(request["window"]) if is_ready else None
-
-        return self._wait(
-            prepared,
-            lambda: 0,
-            lambda: "rank 0 has not prepared the output: is it running, with the same arguments?",
-        )
+            if is_ready and request.get("fingerprint") == fingerprint:
+                return int(request["window"])
+            patience.sleep(
+                "rank 0 has not prepared the output: is it running, with the same arguments?"
+            )
 
     def wait_for_all(self, place: Workplace, num_chunks: int) -> None:
         """Wait until all chunks are in the journals and all other ranks wait for the output."""
-        done: set[int] = set()
-        others = range(1, self.size)
-
-        def finished() -> int | None:
+        patience = _Patience(self.timeout)
+        while True:
             _check_failures(place)
-            records = read_journals(place.folder)
-            done.update(record["chunk"] for record in records if "chunk" in record)
-            here = all((place.folder / f"waits.{rank}").exists() for rank in others)
-            return 1 if here and len(done) == num_chunks else None
-
-        def late() -> str:
-            missing = {number % self.size for number in set(range(num_chunks)) - done}
-            missing |= {r for r in others if not (place.folder / f"waits.{r}").exists()}
-            return f"ranks {format_ranks(sorted(missing))} have not finished their chunks"
-
-        self._wait(finished, lambda: len(done), late)
+            done = {record["chunk"] for record in read_journals(place.folder) if "chunk" in record}
+            late = {number % self.size for number in range(num_chunks) if number not in done}
+            waiting = (place.folder / f"waits.{rank}" for rank in range(1, self.size))
+            late |= {int(path.suffix[1:]) for path in waiting if not path.exists()}
+            if not late:
+                return
+            ranks = format_ranks(sorted(late))
+            patience.sleep(f"ranks {ranks} have not finished their chunks", len(done))
 
     def wait_for_publish(self, place: Workplace) -> None:
         """Wait until rank 0 has published the output."""
-
-        def published() -> int | None:
-            if place.request() is None:
-                return 1
+        patience = _Patience(self.timeout)
+        while place.request() is not None:
             _check_failures(place)
             with suppress(FileNotFoundError):
                 (place.folder / f"waits.{self.rank}").touch()
             if not place.is_held() and place.request() is not None:
                 raise UnfinishedError("rank 0 has exited; start all ranks again with --resume")
-            return None
-
-        self._wait(published, lambda: 0, lambda: "rank 0 has not published the output")
+            patience.sleep("rank 0 has not published the output")
         if not place.target.exists():
             raise UnfinishedError(f"{place.target} does not exist: rank 0 did not publish it")
 
-    def _wait(
-        self,
-        ready: Callable[[], int | None],
-        progress: Callable[[], int],
-        complaint: Callable[[], str],
-    ) -> int:
-        """Poll until there is an answer; raise when there was no progress for the timeout."""
-        last, since = progress(), time.monotonic()
-        while (answer := ready()) is None:
-            if progress() != last:
-                last, since = progress(), time.monotonic()
-            if time.monotonic() - since > self.timeout:
-                raise UnfinishedError(
-                    f"{complaint()} (waited {self.timeout:g} s without progress); start all ranks "
-                    "again with --resume"
-                )
-            time.sleep(POLL)
-        return answer
+
+class _Patience:
+    """Sleeps between polls, and raises when there was no progress for the timeout."""
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout, self._progress, self._since = timeout, 0, time.monotonic()
+
+    def sleep(self, complaint: str, progress: int = 0) -> None:
+        """Sleep once; the complaint says what is waited for, if the time is up."""
+        if progress != self._progress:
+            self._progress, self._since = progress, time.monotonic()
+        if time.monotonic() - self._since > self._timeout:
+            raise UnfinishedError(
+                f"{complaint} (waited {self._timeout:g} s without progress); start all ranks "
+                "again with --resume"
+            )
+        time.sleep(POLL)
 
 
 ALONE = Team()

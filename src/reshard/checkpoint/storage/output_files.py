@@ -230,8 +230,8 @@ class OutputFiles:
 
     def sync_file(self, file: int) -> None:
         """Flush one file to disk."""
-        with self.using(file) as descriptor, named(self.folder / self.files[file].path):
-            os.fsync(descriptor)
+        with self._open.using(file) as entry, named(self.folder / self.files[file].path):
+            os.fsync(entry.descriptor)
 
     def sync_folders(self) -> None:
         """Flush the directory entries of all files to disk."""
@@ -241,12 +241,6 @@ class OutputFiles:
             folders |= {path, *(p for p in path.parents if self.folder in p.parents)}
         for folder in folders:
             sync_folder(folder)
-
-    @contextmanager
-    def using(self, file: int) -> Iterator[int]:
-        """A descriptor that stays open inside the ``with`` block."""
-        with self._open.using(file) as entry:
-            yield entry.descriptor
 
     def close(self) -> None:
         """Close all files."""

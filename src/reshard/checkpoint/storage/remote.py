@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,7 +40,6 @@ class RemoteStorage(Storage):
 
     def __init__(self, root: str) -> None:
         self.root = root.rstrip("/")
-        self._lock = threading.Lock()
         self._sizes: dict[str, int] = {}
         self._files, self._base = _connect(root)
         self._only: str | None = None
@@ -70,9 +68,7 @@ class RemoteStorage(Storage):
         return tuple(sorted(files, key=lambda file: file.path))
 
     def size(self, path: str) -> int:
-        with self._lock:
-            known = self._sizes.get(path)
-        if known is not None:
+        if (known := self._sizes.get(path)) is not None:
             return known
         return self._record_size(path, self._call(self.where(path), "info", self._full(path)))
 
@@ -135,8 +131,7 @@ class RemoteStorage(Storage):
             size = self._call(self.where(path), "size", self._full(path))
         if not isinstance(size, int):
             raise CheckpointError(f"{self.where(path)}: the server does not tell its size")
-        with self._lock:
-            self._sizes[path] = size
+        self._sizes[path] = size
         return size
 
     def _call(self, where: str, method: str, *arguments: object, **options: object) -> Any:

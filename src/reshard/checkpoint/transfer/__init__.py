@@ -3,6 +3,6 @@
 transfers    the stored pieces of each output tensor, its windows, and chunks of windows
 packing      many small tensors read, digested and written together
 windows      a checkpoint opened for reading; windows read and compared; workers and their memory
-copying      copies chunks of windows through memory, or in the kernel
+copying      copies chunks of windows, and records what was done
 examination  one tensor read in boxes; all tensors read in full, for their digests
 """

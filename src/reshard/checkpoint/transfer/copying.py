@@ -1,28 +1,24 @@
-"""Copies chunks: each byte is read, checked, hashed and written in one pass.
-
-Without checksums, long runs of bytes are copied from file to file by the kernel.
-"""
+"""Copies chunks: each byte is read, checked, hashed and written in one pass."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-import numpy as np
-
+from reshard.checkpoint.catalog import StoredPiece, StoredTensor
 from reshard.checkpoint.integrity import digest
-from reshard.checkpoint.integrity.checksums import CHUNK, checksum
+from reshard.checkpoint.integrity.checksums import Checksums, Sum, file_sums, sums_of
 from reshard.checkpoint.integrity.crcs import Part
-from reshard.checkpoint.piece_table import Pieces, PieceTable
-from reshard.checkpoint.storage.local import LocalStorage
+from reshard.checkpoint.output import OutputTensor
+from reshard.checkpoint.piece_table import PieceTable
+from reshard.checkpoint.storage.local import StoredFile
 from reshard.checkpoint.storage.output_files import BLOCK, OutputFiles
-from reshard.checkpoint.transfer.packing import CELLS, Pack, Packed, Placed, joined_writes
+from reshard.checkpoint.transfer.packing import CELLS, Pack, Packed, Placed, batches, joined_writes
 from reshard.checkpoint.transfer.transfers import CopyChunk, Transfer
 from reshard.checkpoint.transfer.windows import (
-    Array,
     Buffers,
     Source,
     SourceReads,
@@ -34,15 +30,8 @@ from reshard.checkpoint.transfer.windows import (
 )
 from reshard.dtypes import cast_into, itemsize
 from reshard.layout.box import Box, row_major
-from reshard.layout.coverage import overlapping_pairs
 
-__all__ = ["Copier", "Done", "Sum", "sums_of"]
-
-WORTH_A_CALL = 1 << 16
-"""Runs that are shorter on average are copied faster through memory."""
-
-Sum = tuple[int, int, int, str]
-"""File, start, stop and checksum of bytes that were written."""
+__all__ = ["Copier", "Done", "checksums_of"]
 
 
 @dataclass(slots=True)
@@ -52,7 +41,7 @@ class Done:
     number: int
     num_bytes: int = 0
     sums: list[Sum] = field(default_factory=list)
-    parts: dict[int, int] = field(default_factory=dict)
+    parts: Counter[int] = field(default_factory=Counter)
     """What the chunk adds to the digest value of each tensor, by number of the transfer."""
     crcs: list[Part] = field(default_factory=list)
     """CRC-32 of what was read of torch's records."""
@@ -66,34 +55,28 @@ class Done:
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Done:
         """Read what ``to_record`` wrote."""
-        parts = {int(which): int(value, 16) for which, value in record["parts"].items()}
+        parts = Counter({int(which): int(text, 16) for which, text in record["parts"].items()})
         sums = [(file, start, stop, text) for file, start, stop, text in record["sums"]]
         crcs = [(which, start, stop, crc) for which, start, stop, crc in record.get("crcs", ())]
         return cls(record["chunk"], record["bytes"], sums, parts, crcs)
 
 
-@dataclass(slots=True)
-class _Writes:
-    """Writes the bytes of one chunk, with their checksums."""
-
-    files: OutputFiles
-    done: Done
-    checksums: bool
-
-    def write(self, file: int, offset: int, data: memoryview) -> None:
-        self.files.write(file, offset, data)
-        self.done.num_bytes += len(data)
-        if self.checksums:
-            self.done.sums += sums_of(file, offset, data)
-
-
-def sums_of(file: int, offset: int, data: memoryview) -> list[Sum]:
-    """The checksums of bytes that are written to a file."""
-    starts = range(0, len(data), CHUNK)
-    parts = [(at, data[at : at + CHUNK]) for at in starts]
-    return [
-        (file, offset + at, offset + at + len(part), checksum(part).hex()) for at, part in parts
-    ]
+def checksums_of(
+    done: Iterable[Done],
+    files: Sequence[StoredFile],
+    tensors: Iterable[tuple[str, Sequence[int], str]],
+    request: Mapping[str, Any] | None = None,
+) -> Checksums:
+    """The sidecar of an output, from all that was written; tensors have name, shape and dtype."""
+    sums, values = list[Sum](), Counter[int]()
+    for one in done:
+        values.update(one.parts)
+        sums += one.sums
+    digests = {
+        name: digest.finish(digest.combine([values[number]]), shape, dtype)
+        for number, (name, shape, dtype) in enumerate(tensors)
+    }
+    return Checksums(file_sums(files, sums), digests, request)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,46 +91,38 @@ class Copier:
 
     def copy(self, chunk: CopyChunk, buffers: Buffers) -> Done:
         """Copy one chunk."""
-        done = Done(chunk.number)
-        writes = _Writes(self.target, done, self.checksums)
-        reads = SourceReads(self.source, done.crcs)
-        pack: list[int] = []
-        room = buffers.num_bytes
+        done, room = Done(chunk.number), buffers.num_bytes
+        small = [which for which, _ in chunk.windows if self.transfers[which].is_packed(room)]
+        for pack in batches(small, lambda which: self.transfers[which].most_bytes, room):
+            self._copy_pack(pack, buffers, done)
         for which, window in chunk.windows:
-            transfer = self.transfers[which]
-            if transfer.is_packed(buffers.num_bytes):
-                size = transfer.most_bytes
-                if pack and size > room:
-                    self._copy_pack(pack, buffers, reads, writes)
-                    pack, room = [], buffers.num_bytes
-                pack.append(which)
-                room -= size
-            elif not self._zero_copied(transfer, window, done):
-                self._copy_window(which, window, buffers, reads, writes)
-        if pack:
-            self._copy_pack(pack, buffers, reads, writes)
+            if not self.transfers[which].is_packed(room):
+                self._copy_window(which, window, buffers, done)
         return done
 
+    def write(self, done: Done, file: int, offset: int, data: memoryview) -> None:
+        """Write bytes of a file, and record them with their checksums."""
+        self.target.write(file, offset, data)
+        done.num_bytes += len(data)
+        if self.checksums:
+            done.sums += sums_of(file, offset, data)
+
     @collector_paused()
-    def _copy_pack(
-        self, numbers: Sequence[int], buffers: Buffers, reads: SourceReads, writes: _Writes
-    ) -> None:
+    def _copy_pack(self, numbers: Sequence[int], buffers: Buffers, done: Done) -> None:
         """Copy whole small tensors together."""
         transfers = [self.transfers[which] for which in numbers]
-        small = [Packed.of(t.shape, t.have, _pieces(t.stored).pieces) for t in transfers]
+        small = [Packed.of(t.shape, t.have, _pieces(t.stored)) for t in transfers]
         pack = Pack.of(small, buffers.window)
-        pack.read(buffers.scratch, reads)
+        pack.read(buffers.scratch, SourceReads(self.source, done.crcs))
         if any(transfer.have != transfer.want for transfer in transfers):
             pack = _cast_pack(pack, transfers, buffers)
         if self.checksums:
-            writes.done.parts |= zip(numbers, pack.digests(), strict=True)
+            done.parts.update(dict(zip(numbers, pack.digests(), strict=True)))
         for one in joined_writes(_placed(pack, transfers)):
-            writes.write(one.file, one.offset, memoryview(one.data))
+            self.write(done, one.file, one.offset, memoryview(one.data))
 
-    def _copy_window(
-        self, which: int, window: Box, buffers: Buffers, reads: SourceReads, writes: _Writes
-    ) -> None:
-        transfer = self.transfers[which]
+    def _copy_window(self, which: int, window: Box, buffers: Buffers, done: Done) -> None:
+        transfer, reads = self.transfers[which], SourceReads(self.source, done.crcs)
         lead = _lead_of(transfer, window)
         casts = transfer.have != transfer.want
         array = fill(transfer, window, buffers, reads, 0 if casts else lead)
@@ -158,53 +133,18 @@ class Copier:
             array = shaped(buffers.cast[lead:], window, itemsize(transfer.want))
             cast_into(stored, transfer.have, array, transfer.want)
         if self.checksums:
-            value = digest.part(array, window, transfer.shape, transfer.want)
-            parts = writes.done.parts
-            parts[which] = (parts.get(which, 0) + value) % digest.MODULUS
-        _drain(transfer, window, array, buffers, writes)
-
-    def _zero_copied(self, transfer: Transfer, window: Box, done: Done) -> bool:
-        """Whether the kernel copied the window from file to file, in long runs on both sides."""
-        storage = self.source.storage
-        if (
-            self.checksums
-            or (self.compare_replicas and len(transfer.replicas))
-            or (transfer.have != transfer.want or transfer.is_padded)
-            or not (isinstance(storage, LocalStorage) and hasattr(os, "copy_file_range"))
-        ):
-            return False
-        source, drains = transfer.source.within(window), transfer.destination.within(window)
-        mine, others = overlapping_pairs(source.starts, source.stops, drains.starts, drains.stops)
-        starts = np.maximum(source.starts[mine], drains.starts[others])
-        stops = np.minimum(source.stops[mine], drains.stops[others])
-        reads, writes = source.clipped(mine, starts, stops), drains.clipped(others, starts, stops)
-        are_runs = reads.is_run.all() and writes.is_run.all()
-        if not are_runs or reads.num_bytes.mean() < WORTH_A_CALL:
-            return False
-        for row in range(len(reads)):
-            path = self.source.name(int(reads.files[row]))
-            with storage.using(path) as have, self.target.using(int(writes.files[row])) as want:
-                places = int(reads.offsets[row]), int(writes.offsets[row])
-                if not _copy_range(have.descriptor, want, places, int(reads.num_bytes[row])):
-                    return False
-        copied = int(reads.num_bytes.sum())
-        done.num_bytes += copied
-        self.source.count(copied)
-        return copied > 0
-
-
-def _copy_range(have: int, want: int, places: tuple[int, int], length: int) -> bool:
-    """Copy a run in the kernel; False where the system does not do that between these files."""
-    source, target = places
-    while length:
-        try:
-            count = os.copy_file_range(have, want, length, source, target)
-        except OSError:
-            return False
-        if count == 0:
-            return False
-        source, target, length = source + count, target + count, length - count
-    return True
+            done.parts[which] += digest.part(array, window, transfer.shape, transfer.want)
+        for group in writable(transfer.destination.within(window), buffers.num_bytes):
+            views, extent = group.views(array, window), group.extent
+            if runs := group.runs(views):
+                for offset, memory in runs:
+                    self.write(done, extent.file, offset, memory)
+                continue
+            lead = _lead(extent.start, group.parts.itemsize)
+            filled = buffers.scratch[lead : lead + extent.num_bytes]
+            for view, part in zip(views, group.arrays(filled), strict=True):
+                part[...] = view
+            self.write(done, extent.file, extent.start, filled.data)
 
 
 def _lead_of(transfer: Transfer, window: Box) -> int:
@@ -224,31 +164,14 @@ def _lead(offset: int, size: int) -> int:
     return lead if lead % size == 0 else 0
 
 
-def _drain(
-    transfer: Transfer, window: Box, array: Array, buffers: Buffers, writes: _Writes
-) -> None:
-    """Write a window to all output pieces that overlap it."""
-    for group in writable(transfer.destination.within(window), buffers.num_bytes):
-        views, extent = group.views(array, window), group.extent
-        if runs := group.runs(views):
-            for offset, memory in runs:
-                writes.write(extent.file, offset, memory)
-            continue
-        lead = _lead(extent.start, group.parts.itemsize)
-        filled = buffers.scratch[lead : lead + extent.num_bytes]
-        for view, part in zip(views, group.arrays(filled), strict=True):
-            part[...] = view
-        writes.write(extent.file, extent.start, filled.data)
-
-
-def _pieces(held: PieceTable | Pieces) -> Pieces:
-    assert isinstance(held, Pieces)  # as those of all tensors that are packed
-    return held
+def _pieces(held: PieceTable | StoredTensor) -> Sequence[StoredPiece]:
+    assert isinstance(held, StoredTensor)  # as those of all tensors that are packed
+    return held.pieces
 
 
 def _cast_pack(pack: Pack, transfers: Sequence[Transfer], buffers: Buffers) -> Pack:
     """The pack in the dtypes of the output."""
-    small = [Packed.of(t.shape, t.want, _pieces(t.written).pieces) for t in transfers]
+    small = [Packed.of(t.shape, t.want, _pieces(t.written)) for t in transfers]
     result = Pack.of(small, buffers.cast)
     kinds = groupby(range(len(transfers)), key=lambda n: (transfers[n].have, transfers[n].want))
     for (have, want), group in kinds:
@@ -267,7 +190,7 @@ def _cast_pack(pack: Pack, transfers: Sequence[Transfer], buffers: Buffers) -> P
 
 def _placed(pack: Pack, transfers: Sequence[Transfer]) -> Iterator[Placed]:
     """All writes of a pack in the order of the files: boxes, with the bytes around them."""
-    places = [_pieces(transfer.written) for transfer in transfers]
+    places = [one.written for one in transfers if isinstance(one.written, OutputTensor)]
     order = [
         (piece.file, piece.offset, number, which)
         for number, held in enumerate(places)

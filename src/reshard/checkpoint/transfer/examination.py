@@ -8,10 +8,11 @@ with opened("ckpt") as source:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, r
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import load_checksums
 from reshard.checkpoint.piece_table import slabs
-from reshard.checkpoint.transfer.packing import SMALL, Pack, Packed, tiles
+from reshard.checkpoint.transfer.packing import SMALL, Pack, Packed, batches, tiles
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.checkpoint.transfer.windows import (
     Array,
@@ -157,7 +158,15 @@ def digests_of(
     """The digest of each tensor; ``tell`` gets unequal replicas and what cannot be read."""
     values: dict[str, int | None] = {}
 
-    def work(task: _Task, buffers: Buffers) -> list[int] | CheckpointError:
+    def alone(tensor: StoredTensor, buffers: Buffers) -> int | CheckpointError:
+        try:
+            reader = StoredReader(source, tensor)
+            boxes = reader.boxes(budget.window)
+            return digest.combine(reader.digest(box, buffers, tell) for box in boxes)
+        except CheckpointError as error:
+            return error
+
+    def work(task: _Task, buffers: Buffers) -> Sequence[int | CheckpointError]:
         try:
             if isinstance(task, _Part):
                 return [task.reader.digest(task.box, buffers, tell)]
@@ -165,34 +174,27 @@ def digests_of(
             pack.read(buffers.scratch, source)
             return pack.digests()
         except CheckpointError as error:
-            return error
+            # The tensors of a pack that cannot be read are read one by one, to name the bad one.
+            return [error] if isinstance(task, _Part) else [alone(t, buffers) for t in task]
 
-    def run(tasks: Iterable[_Task], workers: int) -> list[StoredTensor]:
-        """Read everything; returns the tensors of packs that cannot be read."""
-        unread: list[StoredTensor] = []
-        make = partial(Buffers, budget.window, casts=False)
-        for task, result in in_order(work, tasks, workers, make):
-            if isinstance(task, _Part):
-                tensor = task.reader.tensor
-                progress(task.box.size * itemsize(tensor.dtype))
-                value = values.setdefault(tensor.name, 0)
-                if value is None:  # after a part that could not be read
-                    continue
-                if isinstance(result, CheckpointError):
-                    tell(Problem("unreadable", str(result), tensor.name))
-                    values[tensor.name] = None
-                else:
-                    values[tensor.name] = digest.combine([value, *result])
-            elif isinstance(result, CheckpointError):
-                unread += task
+    make = partial(Buffers, budget.window, casts=False)
+    tasks = _tasks(source, tensors, budget.window, tell)
+    for task, results in in_order(work, tasks, budget.workers, make):
+        if isinstance(task, _Part):
+            done = [task.reader.tensor]
+            progress(task.box.size * itemsize(done[0].dtype))
+        else:
+            done = task
+            progress(sum(tensor.num_bytes for tensor in task))
+        for tensor, result in zip(done, results, strict=True):
+            value = values.setdefault(tensor.name, 0)
+            if value is None:  # after a part that could not be read
+                continue
+            if isinstance(result, CheckpointError):
+                tell(Problem("unreadable", str(result), tensor.name))
+                values[tensor.name] = None
             else:
-                progress(sum(tensor.num_bytes for tensor in task))
-                values.update(zip((tensor.name for tensor in task), result, strict=True))
-        return unread
-
-    again = run(_tasks(source, tensors, budget.window, tell), budget.workers)
-    # The tensors of a pack that cannot be read are read one by one, to name the bad one.
-    run((part for one in again for part in _parts(source, one, budget.window, tell)), 1)
+                values[tensor.name] = digest.combine([value, result])
     stored = source.catalog.tensors
     return {
         name: digest.finish(value, stored[name].shape, stored[name].dtype)
@@ -205,20 +207,13 @@ def _tasks(
     source: Source, tensors: Iterable[StoredTensor], window: int, tell: Tell
 ) -> Iterator[_Task]:
     """Small tensors in packs, and the others in boxes, each at most as large as a window."""
-    pack: list[StoredTensor] = []
-    room = window
+    small: list[StoredTensor] = []
     for tensor in tensors:
-        size = tensor.num_bytes
-        if not (0 < size <= min(SMALL, window) and tiles(tensor.shape, tensor.pieces)):
+        if 0 < tensor.num_bytes <= min(SMALL, window) and tiles(tensor.shape, tensor.pieces):
+            small.append(tensor)
+        else:
             yield from _parts(source, tensor, window, tell)
-            continue
-        if size > room:
-            yield pack
-            pack, room = [], window
-        pack.append(tensor)
-        room -= size
-    if pack:
-        yield pack
+    yield from batches(small, attrgetter("num_bytes"), window)
 
 
 def _parts(source: Source, tensor: StoredTensor, window: int, tell: Tell) -> Iterator[_Part]:

@@ -10,12 +10,12 @@ one after the other in memory, row-major, without gaps:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -24,7 +24,10 @@ from reshard.checkpoint.integrity import digest
 from reshard.dtypes import itemsize
 from reshard.layout.box import Box, row_major
 
-__all__ = ["CELLS", "GAP", "SMALL", "Pack", "Packed", "Placed", "Reads", "joined_writes", "tiles"]
+__all__ = [
+    "CELLS", "GAP", "SMALL", "Pack", "Packed", "Placed", "Reads", "batches", "joined_writes",
+    "tiles",
+]  # fmt: skip
 
 SMALL = 64 << 10
 """Bytes of the largest tensor that is packed."""
@@ -38,6 +41,7 @@ AT_ONCE = 1 << 16
 """Bytes that are digested at a time: for more, OpenBLAS starts a second thread, which spins longer
 than it works."""
 
+Item = TypeVar("Item")
 Array = np.ndarray[Any, Any]
 CELLS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 """The numpy type that copies elements of a size; numpy has no integers of 16 bytes."""
@@ -122,6 +126,24 @@ def tiles(shape: tuple[int, ...], pieces: Sequence[StoredPiece]) -> bool:
             return False
         end = stop[dim]
     return end == shape[dim]
+
+
+def batches(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
+    """Consecutive items whose sizes add up to at most the limit; a larger item is alone.
+
+    >>> list(batches([3, 4, 1, 9, 2], int, 5))
+    [[3], [4, 1], [9], [2]]
+    """
+    some, total = list[Item](), 0
+    for item in items:
+        amount = size(item)
+        if some and total + amount > limit:
+            yield some
+            some, total = [], 0
+        some.append(item)
+        total += amount
+    if some:
+        yield some
 
 
 @dataclass(frozen=True, slots=True)

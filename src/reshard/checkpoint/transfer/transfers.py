@@ -21,12 +21,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
+from operator import itemgetter
 
 import numpy as np
 
-from reshard.checkpoint.catalog import Catalog, StoredTensor
-from reshard.checkpoint.piece_table import Pieces, PieceTable, joined, slabs
-from reshard.checkpoint.transfer.packing import SMALL, tiles
+from reshard.checkpoint.catalog import StoredTensor
+from reshard.checkpoint.output import OutputTensor
+from reshard.checkpoint.piece_table import PieceTable, joined, slabs
+from reshard.checkpoint.transfer.packing import SMALL, batches, tiles
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, CoverageError, DamageError, PlanError
 from reshard.layout.box import Box
@@ -36,11 +38,9 @@ from reshard.text import quoted
 
 __all__ = [
     "CopyChunk", "SourceTensor", "Transfer", "chunks_of", "one_dtype", "pieces_of", "source_of",
-    "source_tensors", "transfer_of",
+    "transfer_of",
 ]  # fmt: skip
 
-WORTH_A_REGION = 1 << 20
-"""Output pieces of fewer bytes do not get windows of their own."""
 MOST_PARTS = 4096
 """The most parts into which overlaps with earlier boxes may split a stored box; one is usual."""
 
@@ -63,14 +63,12 @@ class Transfer:
     """The dtype in the source."""
     want: str
     """The dtype in the output."""
-    stored: PieceTable | Pieces
+    stored: PieceTable | StoredTensor
     """Every element once, in the coordinates of the output tensor."""
     replicas: PieceTable
     """Elements that the source holds a second time; they must be equal."""
-    written: PieceTable | Pieces
+    written: PieceTable | OutputTensor
     """Where the elements are written."""
-    regions: tuple[Box, ...]
-    """Boxes that are split into windows: the whole tensor, or the output pieces one by one."""
     is_padded: bool = False
     """Whether some elements have no source and are zero."""
 
@@ -82,18 +80,17 @@ class Transfer:
         fed = [SourceTensor(tensor, Feed(name))]
         source, replicas = source_of(name, shape, fed, tensor.zeros)
         replicas = replicas if with_replicas else none
-        is_padded = bool(tensor.zeros)
-        return cls(name, shape, have, want, source, replicas, none, _whole(shape), is_padded)
+        return cls(name, shape, have, want, source, replicas, none, bool(tensor.zeros))
 
     @property
     def source(self) -> PieceTable:
         """Where the elements are stored, as a table."""
-        return self.stored if isinstance(self.stored, PieceTable) else self.stored.table()
+        return _table(self.stored)
 
     @property
     def destination(self) -> PieceTable:
         """Where the elements are written, as a table."""
-        return self.written if isinstance(self.written, PieceTable) else self.written.table()
+        return _table(self.written)
 
     @property
     def source_bytes(self) -> int:
@@ -107,7 +104,7 @@ class Transfer:
 
     def is_packed(self, num_bytes: int) -> bool:
         """Whether the tensor is copied in a pack of this many bytes: see ``packing``."""
-        is_small = isinstance(self.stored, Pieces)
+        is_small = isinstance(self.stored, StoredTensor)
         return is_small and (num_bytes >= SMALL or self.most_bytes <= num_bytes)
 
     @property
@@ -117,14 +114,22 @@ class Transfer:
 
     def windows(self, num_bytes: int) -> Iterable[Box]:
         """The windows, of at most this many bytes in either dtype."""
+        whole = _whole(self.shape)
         if self.is_packed(num_bytes):
-            return self.regions
-        limit = max(num_bytes // max(itemsize(self.have), itemsize(self.want)), 1)
-        return (window for region in self.regions for window in slabs(region, limit))
+            return (whole,)
+        return slabs(whole, max(num_bytes // max(itemsize(self.have), itemsize(self.want)), 1))
 
 
-def _num_bytes(held: PieceTable | Pieces) -> int:
-    return held.num_bytes if isinstance(held, Pieces) else int(held.num_bytes.sum())
+def _table(held: PieceTable | StoredTensor) -> PieceTable:
+    if isinstance(held, PieceTable):
+        return held
+    return PieceTable.of(held.pieces, len(held.shape), itemsize(held.dtype))
+
+
+def _num_bytes(held: PieceTable | StoredTensor) -> int:
+    if isinstance(held, PieceTable):
+        return int(held.num_bytes.sum())
+    return sum(piece.num_bytes(held.dtype) for piece in held.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,17 +143,13 @@ class CopyChunk:
 
 def chunks_of(transfers: Iterable[Transfer], num_bytes: int) -> Iterator[CopyChunk]:
     """All windows in order, small ones of neighbouring tensors together in one chunk."""
-    number, windows, total = 0, list[tuple[int, Box]](), 0
-    for which, transfer in enumerate(transfers):
-        for window in transfer.windows(num_bytes):
-            size = window.size * itemsize(transfer.want)
-            if windows and total + size > num_bytes:
-                yield CopyChunk(number, tuple(windows))
-                number, windows, total = number + 1, [], 0
-            windows.append((which, window))
-            total += size
-    if windows:
-        yield CopyChunk(number, tuple(windows))
+    windows = (
+        (which, window, window.size * itemsize(transfer.want))
+        for which, transfer in enumerate(transfers)
+        for window in transfer.windows(num_bytes)
+    )
+    for number, some in enumerate(batches(windows, itemgetter(2), num_bytes)):
+        yield CopyChunk(number, tuple((which, window) for which, window, _ in some))
 
 
 def transfer_of(
@@ -156,28 +157,25 @@ def transfer_of(
     shape: tuple[int, ...],
     want: str,
     fed: Sequence[SourceTensor],
-    destination: PieceTable | Pieces,
+    destination: PieceTable | OutputTensor,
     zeros: Sequence[Box] = (),
 ) -> Transfer:
     """Check that the source holds every element of an output tensor, and plan its windows."""
     have = one_dtype(name, fed, want)
-    if isinstance(destination, Pieces):
+    if isinstance(destination, OutputTensor):
         # Boxes whose rows alternate in a file are written row by row.
         runs = all(piece.is_contiguous for piece in destination.pieces)
         size = prod(shape) * max(itemsize(have), itemsize(want))
         if runs and 0 < size <= SMALL and _is_plain(shape, fed):
             none = PieceTable.none(len(shape), itemsize(have))
-            stored = Pieces(len(shape), itemsize(have), fed[0].tensor.pieces)
-            return Transfer(name, shape, have, want, stored, none, destination, _whole(shape))
-        destination = destination.table()
+            stored = fed[0].tensor
+            return Transfer(name, shape, have, want, stored, none, destination)
+    destination = _table(destination)
     source, replicas = source_of(name, shape, fed, zeros)
-    regions = _regions(shape, source, destination)
-    return Transfer(name, shape, have, want, source, replicas, destination, regions, bool(zeros))
+    return Transfer(name, shape, have, want, source, replicas, destination, bool(zeros))
 
 
-@lru_cache(maxsize=1024)
-def _whole(shape: tuple[int, ...]) -> tuple[Box, ...]:
-    return (Box.whole(shape),)
+_whole = lru_cache(maxsize=1024)(Box.whole)
 
 
 def one_dtype(name: str, fed: Sequence[SourceTensor], want: str) -> str:
@@ -313,43 +311,3 @@ def _moved(pieces: PieceTable, dim: int, start: int, to: int, length: int) -> Pi
     shift = np.zeros(starts.shape[1], dtype=np.int64)
     shift[dim] = to - start
     return replace(part, starts=starts + shift, stops=stops + shift)
-
-
-def _regions(
-    shape: tuple[int, ...], source: PieceTable, destination: PieceTable
-) -> tuple[Box, ...]:
-    """The whole tensor, or each output piece where that saves a pass over memory.
-
-    If both sides split rows, a window of whole rows is rearranged twice: into the buffer and out of
-    it. A window of one output piece is written without. That is done only if the source can still
-    be read in runs.
-    """
-    whole = _whole(shape)
-    if (
-        prod(shape) * destination.itemsize < WORTH_A_REGION
-        or not len(destination)
-        or destination.num_bytes.mean() < WORTH_A_REGION
-    ):
-        return whole
-    if not _splits_rows(source, shape) or not _splits_rows(destination, shape):
-        return whole
-    first, _ = destination.distinct()
-    boxes = destination[first]
-    mine, _ = overlapping_pairs(boxes.starts, boxes.stops, boxes.starts, boxes.stops)
-    if len(mine) != len(boxes):
-        return whole
-    mine, others = overlapping_pairs(boxes.starts, boxes.stops, source.starts, source.stops)
-    starts = np.maximum(boxes.starts[mine], source.starts[others])
-    stops = np.minimum(boxes.stops[mine], source.stops[others])
-    in_runs = source.clipped(others, starts, stops).is_run.all()
-    return tuple(boxes.boxes()) if in_runs else whole
-
-
-def _splits_rows(table: PieceTable, shape: tuple[int, ...]) -> bool:
-    inner = np.array(shape[1:], dtype=np.int64)
-    return bool((table.shapes[:, 1:] != inner).any())
-
-
-def source_tensors(catalog: Catalog, feeds: Iterable[Feed]) -> tuple[SourceTensor, ...]:
-    """The source tensors behind the feeds of an output tensor."""
-    return tuple(SourceTensor(catalog.tensors[feed.name], feed) for feed in feeds)

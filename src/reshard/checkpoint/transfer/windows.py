@@ -95,22 +95,24 @@ class Budget:
 
 
 class Meter:
-    """Counts bytes and reports how many are done, of how many."""
+    """Counts bytes and reports how many are done, of how many; from any thread."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         self._progress, self._total, self._done = progress, total, 0
+        self._lock = threading.Lock()
 
     def __call__(self, num_bytes: int) -> None:
-        self._done += num_bytes
-        if self._progress is not None:
-            self._progress(self._done, self._total)
+        with self._lock:
+            self._done += num_bytes
+            if self._progress is not None:
+                self._progress(self._done, self._total)
 
 
 def in_order(
     work: Callable[[Task, Any], Result],
     tasks: Iterable[Task],
     workers: int,
-    make: Callable[[], Any],
+    make: Callable[[], Any] = lambda: None,
 ) -> Iterator[tuple[Task, Result]]:
     """Run tasks in worker threads and yield the results in the order of the tasks.
 
@@ -193,16 +195,17 @@ class Source:
 
     def read_into(self, file: int, offset: int, buffer: memoryview) -> None:
         """Fill a buffer from a file."""
-        self.fill(file, offset, buffer)
+        parts = self.fill(file, offset, buffer)
         if self.crcs is not None:
-            self.crcs.add(self.crcs.parts(file, offset, buffer))
+            self.crcs.add(parts)
 
-    def fill(self, file: int, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer, without the CRC-32."""
+    def fill(self, file: int, offset: int, buffer: memoryview) -> list[Part]:
+        """Fill a buffer; the parts of CRC-32 records that were read, which are not added."""
         path = self.name(file)
         self.storage.read_into(path, offset, buffer)
         self.checker.check(path, offset, buffer)
         self.count(len(buffer))
+        return [] if self.crcs is None else self.crcs.parts(file, offset, buffer)
 
     def count(self, num_bytes: int) -> None:
         """Add to the count of bytes read."""
@@ -253,9 +256,7 @@ class SourceReads:
 
     def read_into(self, file: int, offset: int, buffer: memoryview) -> None:
         """Fill a buffer from a file."""
-        self.source.fill(file, offset, buffer)
-        if self.source.crcs is not None:
-            self.crcs += self.source.crcs.parts(file, offset, buffer)
+        self.crcs += self.source.fill(file, offset, buffer)
 
     def name(self, file: int) -> str:
         """The path of a file."""

@@ -54,7 +54,7 @@ from reshard.text import quoted
 
 __all__ = [
     "KEY", "SHARDING", "BuiltHeader", "Header", "OwnMetadata", "OwnTensor", "build_header",
-    "header_length", "offsets_text", "parse_header", "read_json",
+    "header_length", "parse_header", "read_json",
 ]  # fmt: skip
 
 MAX_HEADER = 100_000_000
@@ -142,7 +142,9 @@ def build_header(
 ) -> BuiltHeader:
     """The header of a file that holds these tensors, (dtype, shape) by name, in this order."""
     start, starts = 0, {}
-    entries = [f'"__metadata__":{_compact(dict(sorted(metadata.items())))}'] if metadata else []
+    entries: dict[str, Any] = {}
+    if metadata:
+        entries["__metadata__"] = dict(sorted(metadata.items()))
     for name, (dtype, shape) in tensors.items():
         stop = start + prod(shape) * itemsize(dtype)
         if name == "__metadata__":
@@ -151,27 +153,18 @@ def build_header(
             raise CheckpointError(
                 f"safetensors has no {dtype}: convert to one of {' '.join(DTYPES.values())}"
             )
-        # Not with json.dumps: a dict per tensor takes twice the time and memory.
-        sizes = ",".join(map(str, shape))
-        entries.append(
-            f'{_compact(name)}:{{"dtype":"{NAMES[dtype]}","shape":[{sizes}],'
-            f'"data_offsets":[{start},{stop}]}}'
-        )
+        entries[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": (start, stop)}
         starts[name], start = start, stop
-    text = ",".join(entries)
-    del entries  # a header of many tensors is large and several times in memory here
-    content = text.encode()
-    length = len(content) + 2
-    length += -length % 8
+    content = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    length = len(content) + -len(content) % 8
     if length > MAX_HEADER:
         raise CheckpointError(
             f"a header of {length} bytes for {len(tensors)} tensors: readers take at most "
             f"{MAX_HEADER}; write more and smaller files"
         )
     first = 8 + length
-    end = b"}" + b" " * (length - 2 - len(content))
     offsets = {name: first + at for name, at in starts.items()}
-    data = b"".join((length.to_bytes(8, "little"), b"{", content, end))
+    data = length.to_bytes(8, "little") + content.ljust(length)
     return BuiltHeader(data, offsets, first + start)
 
 
@@ -222,9 +215,6 @@ def _entry(name: str, value: object, where: str) -> tuple[int, int, str, tuple[i
 
 def _damaged(name: str, where: str, what: str) -> NoReturn:
     raise DamageError(f"{where}: tensor {quoted(name)} {what}: the header is damaged")
-
-
-_compact = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
 KEY = "reshard"
@@ -295,12 +285,3 @@ class OwnMetadata:
                 raise DamageError(f"{where}: the layout of tensor {quoted(name)} is no text")
             found[name] = OwnTensor(checked_shape(value.get("shape"), where, name), layout)
         return cls(file, files, mesh, rank, found)
-
-
-def offsets_text(offsets: Mapping[str, tuple[int, ...]]) -> str:
-    """The value of torch's key: the offset of each tensor of a file in the global one.
-
-    >>> offsets_text({"w": (4, 0)})
-    '{"w": {"saved_offsets": [4, 0]}}'
-    """
-    return json.dumps({name: {"saved_offsets": list(at)} for name, at in offsets.items()})

@@ -26,6 +26,7 @@ from reshard.checkpoint.formats.checks import (
     LocalTensor,
     Reading,
     checked_shape,
+    first_of_each,
     missing_parts,
     rank_of,
     whole_tensors,
@@ -212,10 +213,7 @@ def read_whole(
 
 def common_metadata(headed: Iterable[HeadedFile]) -> dict[str, str]:
     """The metadata of all files; the first file wins where they differ."""
-    merged: dict[str, str] = {}
-    for one in headed:
-        for key, text in one.header.metadata.items():
-            merged.setdefault(key, text)
+    merged = first_of_each(one.header.metadata for one in headed)
     ours = (KEY, SHARDING, "DCP_VERSION")
     return {key: text for key, text in merged.items() if key not in ours}
 

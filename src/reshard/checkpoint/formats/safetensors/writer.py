@@ -14,10 +14,8 @@ from reshard.checkpoint.formats.safetensors.header import (
     OwnMetadata,
     OwnTensor,
     build_header,
-    offsets_text,
 )
 from reshard.checkpoint.output import Literal, Output, OutputTensor, Wanted, owned_boxes
-from reshard.checkpoint.piece_table import Pieces
 from reshard.checkpoint.storage.local import StoredFile
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, LayoutError, TargetError
@@ -173,7 +171,8 @@ def _assemble(
             about = OwnMetadata(number + 1, len(files), own or None, file.rank, described)
             extra[KEY] = about.to_text()
             if file.rank is None:
-                extra |= {SHARDING: offsets_text(file.offsets), "DCP_VERSION": "1.0"}
+                offsets = {name: {"saved_offsets": at} for name, at in file.offsets.items()}
+                extra |= {SHARDING: json.dumps(offsets), "DCP_VERSION": "1.0"}
         built = build_header(
             {name: file.tensors[name] for name in order}, {"format": "pt", **kept, **extra}
         )
@@ -184,10 +183,10 @@ def _assemble(
             for piece in file.pieces[name]:
                 offset = built.offsets[name] + piece.offset * size
                 pieces[name].append(StoredPiece(piece.box, number, offset, piece.strides))
-    placed = {}
-    for name, wanted in tensors.items():
-        held = Pieces(len(wanted.shape), itemsize(wanted.dtype), tuple(pieces[name]))
-        placed[name] = OutputTensor(name, wanted.shape, wanted.dtype, held)
+    placed = {
+        name: OutputTensor(name, wanted.shape, wanted.dtype, tuple(pieces[name]))
+        for name, wanted in tensors.items()
+    }
     return Output(tuple(stored), placed, tuple(literals), metadata=kept)
 
 

@@ -15,8 +15,9 @@ a sequence of such archives, so an archive is a range of a file.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple
 from zlib import crc32
@@ -26,11 +27,16 @@ from reshard.checkpoint.storage.local import Range, Storage
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.text import quoted
 
-__all__ = ["ALIGNMENT", "Archive", "ArchiveWriter", "Member", "archive_crcs", "read_archives"]
+__all__ = [
+    "ALIGNMENT", "Archive", "ArchiveWriter", "Member", "archive_crcs", "each_archive",
+    "read_archives",
+]  # fmt: skip
 
 HEAD, TAIL = 1024, 1024
 """Bytes of both ends of an archive that are read first; enough for one tensor."""
 MAX_PICKLE = 1 << 28
+BATCH = 1024
+"""Archives that are read together."""
 ALIGNMENT = 64
 BIG = 0xFFFFFFFF
 """Stands in a 32-bit field whose number is in the 64-bit extra field."""
@@ -99,6 +105,21 @@ def read_archives(
     """
     zips, members = _read_zips(storage, ranges, largest)
     return [_archive(storage, found, some) for found, some in zip(zips, members, strict=True)]
+
+
+def each_archive(
+    storage: Storage, ranges: Sequence[Range], largest: int
+) -> Iterator[Archive | DamageError | UnsupportedError]:
+    """The archives in these ranges, many read together; an error for each that cannot be read."""
+    for first in range(0, len(ranges), BATCH):
+        batch = ranges[first : first + BATCH]
+        found: Iterable[Archive | DamageError | UnsupportedError]
+        try:
+            found = read_archives(storage, batch, largest)
+        except (DamageError, UnsupportedError) as error:
+            one_by_one = (each_archive(storage, [one], largest) for one in batch)
+            found = chain.from_iterable(one_by_one) if len(batch) > 1 else [error]
+        yield from found
 
 
 def archive_crcs(storage: Storage, found: Range, file: int) -> list[Crc]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -24,6 +24,7 @@ from reshard.checkpoint.formats.checks import (
     Findings,
     LocalTensor,
     Reading,
+    first_of_each,
     missing_parts,
     rank_of,
     shown,
@@ -32,7 +33,6 @@ from reshard.checkpoint.formats.checks import (
 from reshard.checkpoint.formats.torch.archive import Archive, read_archives
 from reshard.checkpoint.formats.torch.tensors import (
     Visits,
-    allow_tensors,
     as_json,
     is_plain,
     is_tensor,
@@ -170,7 +170,7 @@ def read_torch_file(
 ) -> Content:
     """The tensors and plain values of one ``torch.save`` file, which has this number."""
     [archive] = read_archives(storage, [(file.path, 0, file.size)])
-    value = unpickle(archive.pickle, allow_tensors, archive.where)
+    value = unpickle(archive.pickle, archive.where)
     check_no_zero(value, archive.where)
     content = Content(crcs=archive.crcs(number))
     visits = Visits(min(MAX_ENTRIES, MAX_SHARED + ENTRIES * len(archive.pickle)))
@@ -205,25 +205,14 @@ def read_torch_file(
     return content
 
 
-def catalog_fields(contents: Iterable[Content]) -> dict[str, Any]:
+def catalog_fields(contents: Collection[Content]) -> dict[str, Any]:
     """All but the tensors of files, as fields of a catalog; the first file wins."""
-    values: dict[str, Any] = {}
-    texts: dict[str, Any] = {}
-    nesting: dict[str, Any] = {}
-    left_out: dict[str, None] = {}
-    crcs: list[Crc] = []
-    for one in contents:
-        merged = (values, one.values), (texts, one.texts), (nesting, one.nesting)
-        for known, new in merged:
-            known |= {name: value for name, value in new.items() if name not in known}
-        left_out |= dict.fromkeys(one.left_out)
-        crcs += one.crcs
     return {
-        "metadata": texts,
-        "values": values,
-        "nesting": nesting,
-        "left_out": tuple(left_out),
-        "crcs": tuple(crcs),
+        "metadata": first_of_each(one.texts for one in contents),
+        "values": first_of_each(one.values for one in contents),
+        "nesting": first_of_each(one.nesting for one in contents),
+        "left_out": tuple(dict.fromkeys(name for one in contents for name in one.left_out)),
+        "crcs": tuple(crc for one in contents for crc in one.crcs),
     }
 
 

@@ -14,15 +14,14 @@ and its pickle are bounded by the size of the file.
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from reshard.checkpoint.catalog import Catalog, StoredObject
+from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.formats.checks import LocalTensor, checked_shape, shown, whole_numbers
-from reshard.checkpoint.formats.torch.archive import Archive, archive_crcs, read_archives
+from reshard.checkpoint.formats.torch.archive import Archive, archive_crcs, each_archive
 from reshard.checkpoint.formats.torch.unpickler import Global, Record, unpickle
 from reshard.checkpoint.storage.local import Storage
 from reshard.dtypes import ITEMSIZE, itemsize
@@ -31,7 +30,7 @@ from reshard.layout.box import row_major
 from reshard.text import format_bytes
 
 __all__ = [
-    "STORAGE_DTYPES", "View", "Visits", "allow_tensors", "as_json", "dtype_of",
+    "STORAGE_DTYPES", "View", "Visits", "as_json", "dtype_of",
     "is_plain", "is_tensor", "object_texts", "view_of",
 ]  # fmt: skip
 
@@ -54,32 +53,6 @@ EXPANDED = 64
 SMALL = 1 << 20
 """A tensor may be 64 times larger than its storage (expanded along a dim), or have 1 MiB: enough
 for masks and positions, too little for a small file to stand for terabytes."""
-
-_HARMLESS = {
-    "argparse.Namespace", "types.SimpleNamespace", "collections.OrderedDict",
-    "collections.defaultdict", "collections.deque", "collections.Counter", "_codecs.encode",
-    "copyreg._reconstructor", "copyreg.__newobj__", "_io.BytesIO", "_io.StringIO",
-    *(f"datetime.{name}" for name in ("date", "datetime", "time", "timedelta", "timezone")),
-    "zoneinfo.ZoneInfo._unpickle", "zoneinfo._common.ZoneInfo._unpickle", "decimal.Decimal",
-    "fractions.Fraction", "uuid.UUID", "uuid.SafeUUID", "functools.partial",
-    *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in (
-        "Path", "PurePath", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")),
-    *(f"{module}.{name}" for module in ("builtins", "__builtin__") for name in (
-        "set", "frozenset", "slice", "range", "complex", "bytearray", "int", "float", "str",
-        "bool", "list", "dict", "tuple", "object", "bytes")),
-}  # fmt: skip
-"""Names of the standard library that occur in checkpoints of training runs."""
-
-
-def allow_tensors(module: str, name: str) -> bool:
-    """Names that the pickle of a training run may have.
-
-    Nothing is called, so a user's class is only a record that is not interpreted. Names that only
-    an attack has (``os.system``, ``builtins.eval``) are an error.
-    """
-    top = module.partition(".")[0]
-    known = top in sys.stdlib_module_names or top in ("__builtin__", "nt")
-    return not known or f"{module}.{name}" in _HARMLESS
 
 
 def is_tensor(value: object) -> bool:
@@ -253,7 +226,6 @@ def as_json(value: Any) -> str | None:
 
 MAX_OBJECT = 1 << 16
 """Bytes of an object that is read; larger ones are copied unread."""
-OBJECTS = 1024
 
 
 def object_texts(storage: Storage, catalog: Catalog) -> Mapping[str, str]:
@@ -262,31 +234,23 @@ def object_texts(storage: Storage, catalog: Catalog) -> Mapping[str, str]:
     Formats such as safetensors hold strings only, so they keep a step or a learning rate as text.
     """
     small = [entry for entry in catalog.objects.values() if entry.size <= MAX_OBJECT]
+    ranges = [(catalog.files[entry.file].path, entry.offset, entry.size) for entry in small]
     texts: dict[str, str] = {}
-    for first in range(0, len(small), OBJECTS):
-        texts |= _texts(storage, catalog, small[first : first + OBJECTS])
-    return texts
-
-
-def _texts(storage: Storage, catalog: Catalog, entries: Sequence[StoredObject]) -> dict[str, str]:
-    """The texts of a batch of objects; one by one if an archive among them cannot be read."""
-    ranges = [(catalog.files[entry.file].path, entry.offset, entry.size) for entry in entries]
-    texts: dict[str, str] = {}
-    try:
-        archives = read_archives(storage, ranges, MAX_OBJECT)
-        for entry, archive in zip(entries, archives, strict=True):
-            value = unpickle(archive.pickle, allow_tensors, archive.where)
-            text = as_json(value) if is_plain(value, Visits(len(archive.pickle))) else None
-            if text is not None:
-                texts[entry.name] = text
-    except CheckpointError as error:
-        if len(entries) > 1:
-            for entry in entries:
-                texts |= _texts(storage, catalog, [entry])
-        elif isinstance(error, DamageError):
+    archives = each_archive(storage, ranges, MAX_OBJECT)
+    for entry, place, archive in zip(small, ranges, archives, strict=True):
+        try:
+            if isinstance(archive, CheckpointError):
+                raise archive
+            value = unpickle(archive.pickle, archive.where)
+        except UnsupportedError:
+            continue
+        except DamageError:
             try:
-                archive_crcs(storage, ranges[0], 0)
+                archive_crcs(storage, place, 0)
             except CheckpointError:
-                return {}  # no archive of torch.save, so not a plain value
+                continue  # no archive of torch.save, so not a plain value
             raise
+        text = as_json(value) if is_plain(value, Visits(len(archive.pickle))) else None
+        if text is not None:
+            texts[entry.name] = text
     return texts

@@ -2,16 +2,15 @@
 
 A pickle is a program for a stack machine. This is the pure-Python machine of the standard library,
 reduced to the instructions that torch writes. Names become ``Global`` values and calls ``Record``
-values, so nothing is imported or called, and the caller decides which names may occur. Work that a
+values, so nothing is imported or called, and names that only an attack has are refused. Work that a
 short input can repeat (copies of a long list, long keys) is counted, so time and memory are
 proportional to the size of the input.
 
->>> import datetime
->>> print(unpickle(pickle.dumps({"w": [1, 2.5, None]}), allow_none, "a.pkl"))
+>>> print(unpickle(pickle.dumps({"w": [1, 2.5, None]}), "a.pkl"))
 {'w': [1, 2.5, None]}
->>> unpickle(pickle.dumps(datetime.date(2026, 1, 2)), allow_none, "a.pkl")
+>>> unpickle(pickle.dumps(eval), "a.pkl")
 Traceback (most recent call last):
-reshard.errors.UnsupportedError: a.pkl: names datetime.date, which is not read: nothing was run
+reshard.errors.UnsupportedError: a.pkl: names builtins.eval, which is not read: nothing was run
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from __future__ import annotations
 import io
 import pickle
 import struct
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from reshard.errors import DamageError, UnsupportedError
 from reshard.text import quoted
 
-__all__ = ["Global", "Record", "allow_none", "unpickle"]
+__all__ = ["Global", "Record", "unpickle"]
 
 MAX_NAME = 1 << 10
 """Characters of the name of a module, and of a name in it."""
@@ -37,8 +37,20 @@ MAX_KEY = 1 << 60
 MAX_TUPLE_KEYS = 1 << 13
 """Tuples as keys of dicts, which can be chosen in the same way."""
 
-Allowed = Callable[[str, str], bool]
-"""Whether a pickle may name this (module, name)."""
+_HARMLESS = {
+    "argparse.Namespace", "types.SimpleNamespace", "collections.OrderedDict",
+    "collections.defaultdict", "collections.deque", "collections.Counter", "_codecs.encode",
+    "copyreg._reconstructor", "copyreg.__newobj__", "_io.BytesIO", "_io.StringIO",
+    *(f"datetime.{name}" for name in ("date", "datetime", "time", "timedelta", "timezone")),
+    "zoneinfo.ZoneInfo._unpickle", "zoneinfo._common.ZoneInfo._unpickle", "decimal.Decimal",
+    "fractions.Fraction", "uuid.UUID", "uuid.SafeUUID", "functools.partial",
+    *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in (
+        "Path", "PurePath", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")),
+    *(f"{module}.{name}" for module in ("builtins", "__builtin__") for name in (
+        "set", "frozenset", "slice", "range", "complex", "bytearray", "int", "float", "str",
+        "bool", "list", "dict", "tuple", "object", "bytes")),
+}  # fmt: skip
+"""Names of the standard library that occur in checkpoints of training runs."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -89,14 +101,20 @@ class Record:
         return f"<{self.kind}>"  # the arguments may nest without end
 
 
-def allow_none(module: str, name: str) -> bool:
-    """Allow no names: the pickle may hold only plain values."""
-    return False
+def _is_allowed(module: str, name: str) -> bool:
+    """Whether the pickle of a training run may have this name.
+
+    Nothing is called, so a user's class is only a record that is not interpreted. Names that only
+    an attack has (``os.system``, ``builtins.eval``) are an error.
+    """
+    top = module.partition(".")[0]
+    known = top in sys.stdlib_module_names or top in ("__builtin__", "nt")
+    return not known or f"{module}.{name}" in _HARMLESS
 
 
-def unpickle(data: bytes, allowed: Allowed, where: str) -> Any:
+def unpickle(data: bytes, where: str) -> Any:
     """The value of a pickle, with records in place of objects; ``where`` is for errors."""
-    reader = _Unpickler(data, allowed, where)
+    reader = _Unpickler(data, where)
     try:
         return reader.load()
     except (IndexError, struct.error):
@@ -114,7 +132,7 @@ def unpickle(data: bytes, allowed: Allowed, where: str) -> Any:
 class _Unpickler(pickle._Unpickler):
     pop_mark: Callable[[], list[Any]]
 
-    def __init__(self, data: bytes, allowed: Allowed, where: str) -> None:
+    def __init__(self, data: bytes, where: str) -> None:
         file = io.BytesIO(data)
         super().__init__(file)
         self.read = file.read
@@ -123,7 +141,6 @@ class _Unpickler(pickle._Unpickler):
         self.append = self.stack.append
         self._file = file
         self._size = len(data)
-        self._allowed = allowed
         self._where = where
         self._globals: dict[tuple[str, str], Global] = {}
         self._copied = 0
@@ -164,7 +181,7 @@ class _Unpickler(pickle._Unpickler):
             self.fail(f"a name of {longest} characters, at most {MAX_NAME} are read")
         known = self._globals.get((module, name))
         if known is None:
-            if not self._allowed(module, name):
+            if not _is_allowed(module, name):
                 path = quoted(f"{module}.{name}")[1:-1]
                 raise UnsupportedError(
                     f"{self._where}: names {path}, which is not read: nothing was run"
