@@ -1,8 +1,8 @@
 """The live part of ``reshard demo``: one process per rank, on this machine.
 
 The demo itself never imports torch. The fork server of multiprocessing imports it once and forks
-the ranks, so that twelve of them start as fast as one. The server ends with the demo, and the kernel
-kills the ranks when the server ends.
+the ranks, so that twelve of them start as fast as one. The server ends with the demo, and the
+kernel kills the ranks when the server ends.
 """
 
 from __future__ import annotations
