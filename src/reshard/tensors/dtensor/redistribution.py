@@ -27,8 +27,8 @@ from reshard.live.api import skip_exchange
 from reshard.live.failure.cleanup import with_ticket
 from reshard.live.session.session import Ticket
 from reshard.planning.plans import ONE
-from reshard.tensors.dtensor.boxes import BoxMove, Placed, box_move
-from reshard.tensors.dtensor.placements import OPS, as_placed, layout_from, mesh_of, read_placements
+from reshard.tensors.dtensor.boxes import BoxMove, box_move
+from reshard.tensors.dtensor.placements import OPS, Placed, as_placed, layout_from, mesh_of
 from reshard.tensors.dtensor.reductions import LocalWork, work_for
 from reshard.tensors.dtensor.wrapping import (
     Reading,
@@ -144,7 +144,7 @@ class Redistribution:
 
     def _local_shape(self) -> tuple[int, ...]:
         if self.boxes is not None:
-            return self.boxes.have.local_shape(self.boxes.shape, this_rank())
+            return self.boxes.local_shape(this_rank())
         return self.move.have.local_shape(this_rank(), self.move.shape)
 
     def _move_local(self, ticket: Ticket, local: torch.Tensor | None, grad: bool) -> torch.Tensor:
@@ -185,13 +185,12 @@ def redistribution(
     boxes = None
     try:
         have, expected = expected_of(tensor, before)
-        order, nested = reading
-        want = read_placements(mesh_of(mesh), after, order, shape, nested)
+        want = Placed(mesh_of(mesh), after, *reading).layout(shape)
     except LayoutError:
         boxes = _boxes(tensor, before, after, reading, kinds[0])
         have, want = boxes.layouts
         inside = mesh.get_coordinate() is not None
-        expected = boxes.have.local_shape(shape, this_rank()) if inside else None
+        expected = boxes.local_shape(this_rank()) if inside else None
     check_shape_of(tensor, expected, "they are read here")
     moved_shape = shape if boxes is None else boxes.whole
     move = move_between(have, want, moved_shape, *kinds, settings.memory)
