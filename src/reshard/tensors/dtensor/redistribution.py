@@ -182,12 +182,14 @@ def redistribution(
     work = work_for(tuple(mesh.shape), tensor.placements, placed, getattr(torch, dtype))
     before, after = (tensor.placements, placed) if work is None else (work.have, work.want)
     kinds = (dtype, result) if work is None else work.dtypes(dtype, result)
-    boxes = None
+    boxes, destination = None, Placed(mesh_of(mesh), after, *reading)
     try:
         have, expected = expected_of(tensor, before)
-        want = Placed(mesh_of(mesh), after, *reading).layout(shape)
+        want = destination.layout(shape)
     except LayoutError:
-        boxes = _boxes(tensor, before, after, reading, kinds[0])
+        source = Placed(destination.mesh, before, *reading_of(tensor._spec))
+        boxes = box_move(source, destination, shape)  # raises if anything is wrong with them
+        boxes.check(kinds[0])
         have, want = boxes.layouts
         inside = mesh.get_coordinate() is not None
         expected = boxes.local_shape(this_rank()) if inside else None
@@ -224,21 +226,6 @@ def expressible(tensor: DTensor) -> tuple[Placement, ...] | None:
         plain = (Shard, Replicate)
         return tuple(one if isinstance(one, plain) else Replicate() for one in tensor.placements)
     return None
-
-
-def _boxes(
-    tensor: DTensor,
-    before: tuple[Placement, ...],
-    after: tuple[Placement, ...],
-    reading: Reading,
-    dtype: str,
-) -> BoxMove:
-    """The same move as boxes; raises what is wrong with the placements, if anything is."""
-    mesh = mesh_of(tensor.device_mesh)
-    have = Placed(mesh, before, *reading_of(tensor._spec))
-    boxes = box_move(have, Placed(mesh, after, *reading), tuple(tensor.shape))
-    boxes.check(dtype)
-    return boxes
 
 
 def redistribute(
