@@ -147,8 +147,11 @@ class Placed(NamedTuple):
         order = [at for _, axes in self.order for at in axes] if self.order else range(len(names))
         for axis, placement in ((names[at], self.placements[at]) for at in order):
             if isinstance(placement, _StridedShard):
-                lengths = _lengths(self.mesh, dims[placement.dim], shape[placement.dim], ranks)
-                dims[placement.dim].append(_strided(self.mesh, axis, placement, lengths))
+                before, length = tuple(dims[placement.dim]), shape[placement.dim]
+                places = map(self.mesh.coords, ranks)
+                parts = (held(before, length, self.mesh.axes, place) for place in places)
+                cut = _strided(self.mesh, axis, placement, set(map(length_of, parts)))
+                dims[placement.dim].append(cut)
             elif isinstance(placement, Shard):
                 dims[placement.dim].append(Chunk(axis))
         return [tuple(cuts) for cuts in dims]
@@ -251,11 +254,6 @@ def shard_order(
     return order
 
 
-def _lengths(mesh: Mesh, cuts: Sequence[Cut], length: int, ranks: Sequence[int]) -> set[int]:
-    """The lengths of the dim on these ranks, after these cuts."""
-    return {length_of(held(tuple(cuts), length, mesh.axes, mesh.coords(r))) for r in ranks}
-
-
 def _strided(mesh: Mesh, axis: str, placement: _StridedShard, lengths: set[int]) -> Cut:
     """``_StridedShard`` on a dim of these lengths: blocks dealt in turn, or listed parts."""
     factor, num = int(placement.split_factor), mesh.axes[axis]
@@ -298,7 +296,10 @@ def placements_of(
 @lru_cache(maxsize=1024)
 def _find(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> tuple[Placement, ...] | None:
     layout.dims(shape)
-    probes = _probes(layout, mesh, shape)
+    ranks = mesh.ranks
+    # The boxes of a few ranks rule out most candidates without a look at all ranks.
+    some = {ranks[0], ranks[len(ranks) // 2], ranks[-1]}
+    probes = [(rank, _boxes(layout, rank, shape)) for rank in some]
     for placements in islice(_candidates(layout, mesh, shape), MAX_TRIED):
         try:
             found = Placed(mesh, placements).layout(shape)
@@ -308,13 +309,6 @@ def _find(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> tuple[Placement
         if matches and found.same_as(layout, shape):
             return placements
     return None
-
-
-def _probes(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> list[tuple[int, list[Box]]]:
-    """The boxes of a few ranks, which rule out most candidates without a look at all ranks."""
-    ranks = mesh.ranks
-    some = {ranks[0], ranks[len(ranks) // 2], ranks[-1]}
-    return [(rank, _boxes(layout, rank, shape)) for rank in some]
 
 
 def _boxes(layout: Layout, rank: int, shape: tuple[int, ...]) -> list[Box]:
