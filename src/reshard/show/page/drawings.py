@@ -146,8 +146,6 @@ class Drawing:
     """The room that the texts on the left need."""
     dims: tuple[int, ...]
     """Which dims of the tensor are drawn."""
-    ndim: int
-    """How many dims the tensor has."""
 
 
 def drawing_of(picture: Picture, colours: Colours) -> Drawing:
@@ -165,9 +163,8 @@ def drawing_of(picture: Picture, colours: Colours) -> Drawing:
             rects.append(_rect(picture, (i, j, end), (xs[j], xs[end]), ys[i : i + 2], colours))
     left = tuple(_ticks(picture.rows, ys, 16))[1:] if len(picture.shape) == 2 else ()
     top = tuple(_ticks(picture.columns, xs, 0))
-    gutter = max((len(tick.text) for tick in left), default=0) * LETTER + 8
-    sizes, dims = (WIDTH, round(height, 1)), (picture.dims, picture.ndim)
-    return Drawing(*sizes, tuple(rects), top, left, round(gutter, 1), *dims)
+    gutter = round(max((len(tick.text) for tick in left), default=0) * LETTER + 8, 1)
+    return Drawing(WIDTH, round(height, 1), tuple(rects), top, left, gutter, picture.dims)
 
 
 def _rect(
