@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from reshard.layout.mesh import format_ranks
-from reshard.text import shorten
+from reshard.text import count, shorten
 
 __all__ = ["name_patterns", "named", "named_pairs"]
 
@@ -67,8 +67,11 @@ def named(names: Sequence[str], most: int = 4, width: int | None = None) -> str:
         ends = accumulate(len(one) + len(", ") for one in found)
         most = max(min(most, sum(end <= width + len(", ") for end in ends)), 1)
         shown = [shorten(one, width) for one in found[:most]]
-    text, rest = ", ".join(shown[:most]), len(found) - most
-    return f"{text} and {rest:,} more pattern{'s' * (rest > 1)}" if rest > 0 else text
+    parts = [", ".join(shown[:most])]
+    for number, what in ((len(found) - most, "pattern"), (len(names) - MAX_NAMES, "name")):
+        if number > 0:
+            parts.append(count(number, f"more {what}"))
+    return " and ".join(parts)
 
 
 def named_pairs(pairs: Sequence[tuple[str, str]], width: int | None = None) -> str:
