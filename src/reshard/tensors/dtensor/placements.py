@@ -34,8 +34,8 @@ from reshard.layout.words import Chunk, Cut, Cuts, Cyclic, Packed, Segment, Word
 from reshard.tensors.kinds import this_rank
 
 __all__ = [
-    "OPS", "Placed", "ShardOrder", "as_placed", "axis_names", "check_placements", "layout_from",
-    "mesh_of", "nested_layout", "placements_of",
+    "OPS", "Placed", "ShardOrder", "axis_names", "check_placements", "layout_from", "mesh_of",
+    "nested_layout", "placements_of", "positive_dims",
 ]  # fmt: skip
 
 _REFUSED = RESERVED | {"self"}
@@ -100,10 +100,10 @@ def layout_from(
     """The layout of a tensor of this shape with these placements on a mesh."""
     sizes = tuple(map(index, shape))
     check_shape(sizes)
-    return Placed(mesh_of(device_mesh), as_placed(placements, sizes)).layout(sizes)
+    return Placed(mesh_of(device_mesh), positive_dims(placements, sizes)).layout(sizes)
 
 
-def as_placed(placements: Sequence[Placement], shape: Sequence[int]) -> tuple[Placement, ...]:
+def positive_dims(placements: Sequence[Placement], shape: Sequence[int]) -> tuple[Placement, ...]:
     """The placements with dims counted from the front."""
     return tuple(_from_front(placement, len(shape)) for placement in placements)
 

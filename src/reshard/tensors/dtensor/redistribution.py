@@ -28,7 +28,7 @@ from reshard.live.failure.cleanup import with_ticket
 from reshard.live.session.session import Ticket
 from reshard.planning.plans import ONE
 from reshard.tensors.dtensor.boxes import BoxMove, box_move
-from reshard.tensors.dtensor.placements import OPS, Placed, as_placed, layout_from, mesh_of
+from reshard.tensors.dtensor.placements import OPS, Placed, layout_from, mesh_of, positive_dims
 from reshard.tensors.dtensor.reductions import LocalWork, work_for
 from reshard.tensors.dtensor.wrapping import (
     Reading,
@@ -172,7 +172,7 @@ def redistribution(
     ``sent`` is a dtype to which it is cast before the move, ``cast`` the one of the result.
     """
     mesh, shape = target[0], tuple(tensor.shape)
-    placed = as_placed(target[1], shape)
+    placed = positive_dims(target[1], shape)
     if len(placed) != mesh.ndim:
         layout_from(mesh, placed, shape)  # raises what is wrong with them
     if placed == tensor.placements:
@@ -212,7 +212,7 @@ def is_special(tensor: DTensor, target: Sequence[Any]) -> bool:
     pending = [one for one in both if isinstance(one, Partial)]
     if not pending:
         return False
-    sizes, placed = tuple(tensor.device_mesh.shape), as_placed(placements, tensor.shape)
+    sizes, placed = tuple(tensor.device_mesh.shape), positive_dims(placements, tensor.shape)
     if any(one.reduce_op not in OPS for one in pending):
         return True
     return work_for(sizes, tensor.placements, placed, tensor.dtype) is not None

@@ -19,9 +19,9 @@ from reshard.layout.layout import Layout
 from reshard.tensors.dtensor.placements import (
     Placed,
     ShardOrder,
-    as_placed,
     mesh_of,
     nested_layout,
+    positive_dims,
 )
 from reshard.tensors.kinds import this_rank, wait_ready
 
@@ -168,7 +168,7 @@ def dtensor_of(
     after rows if not given. Nothing is communicated; gradients flow back to the local tensor.
     """
     sizes, rank = tuple(shape), this_rank()
-    placed = as_placed(placements, sizes)
+    placed = positive_dims(placements, sizes)
     layout, expected = _expected(Placed(mesh_of(device_mesh, rank), placed), sizes, rank)
     local = _part(local, device_mesh, layout, expected, dtype)
     strides = tuple(row_major(sizes) if stride is None else stride)
