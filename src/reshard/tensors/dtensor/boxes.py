@@ -104,13 +104,13 @@ class BoxMove:
         self, placed: Placed, rank: int, dims: Dims, addends: Sequence[int]
     ) -> tuple[Box, ...]:
         """A rank's boxes of the moved tensor."""
-        boxes = [*product(*dims)]
-        if len(boxes) * len(addends) > MAX_BOXES:
+        count = prod(map(len, dims)) * len(addends)
+        if count > MAX_BOXES:
             raise LayoutError(
-                f"{list(placed.placements)} cut {self.shape} into {len(boxes) * len(addends)} "
-                f"boxes on rank {rank}: at most {MAX_BOXES} work; redistribute to Shard first"
+                f"{list(placed.placements)} cut {self.shape} into {count} boxes on rank {rank}: "
+                f"at most {MAX_BOXES} work; redistribute to Shard first"
             )
-        return tuple(_box(((at, at + 1), *box)) for at in addends for box in boxes)
+        return tuple(_box(((at, at + 1), *box)) for at in addends for box in product(*dims))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of a rank's source."""
