@@ -1,8 +1,9 @@
 """The live part of ``reshard demo``: one process per rank, on this machine.
 
-The demo itself never imports torch. The fork server of multiprocessing imports it once and forks
-the ranks, so that twelve of them start as fast as one. The server ends with the demo, and the
-kernel kills the ranks when the server ends.
+    demo ----> host process, imports torch ----> one forked process per rank
+
+The demo itself never imports torch. The host imports it once and forks the ranks, so that twelve of
+them start as fast as one. Each process is killed by the kernel when the one that started it dies.
 """
 
 from __future__ import annotations
@@ -16,20 +17,18 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import LiveError
 from reshard.show.run_report import RunReport
 
 if TYPE_CHECKING:
-    from multiprocessing.pool import Pool
-
     import numpy as np
 
     from reshard.planning.plans import Plan
 
-    RankArrays = Mapping[str, np.ndarray[Any, Any]]
-    Arrays = Mapping[int, RankArrays]
+    Arrays = Mapping[int, Mapping[str, np.ndarray[Any, Any]]]
 
 __all__ = ["LiveRun", "move_live"]
 
@@ -101,61 +100,93 @@ class LiveRun:
 
 def move_live(plan: Plan, given: Arrays, expected: Arrays) -> LiveRun:
     """Start a process per rank, move the given arrays live, and compare with the expected ones."""
+    # Made and removed here: the host is killed, and could not clean up.
+    with tempfile.TemporaryDirectory(prefix="reshard-demo-") as folder:
+        return _move_in(f"file://{folder}/store", plan, given, expected)
+
+
+def _move_in(address: str, plan: Plan, given: Arrays, expected: Arrays) -> LiveRun:
+    """The same, with a store at an address for the ranks to meet."""
     began = time.perf_counter()
-    # Made and removed here: the ranks are killed, and could not clean up.
-    with tempfile.TemporaryDirectory(prefix="reshard-demo-") as folder, _ranks(plan) as pool:
-        address = f"file://{folder}/store"
-        tasks = [
-            (rank, address, plan, given.get(rank, {}), expected.get(rank, {}))
-            for rank in plan.ranks
-        ]
-        answers = pool.imap_unordered(_run_rank, tasks)
+    context = multiprocessing.get_context("spawn")
+    pipe, far = context.Pipe()
+    arguments = (far, address, plan, given, expected)
+    host = context.Process(target=_host, args=arguments, name="reshard-demo")
+    missing = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
+    os.environ.update(missing)
+    try:
+        # The host inherits it: Ctrl-C is for the demo, which then ends its processes.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            outcomes = dict(answers.next(ANSWER_WITHIN) for _ in tasks)
-        except multiprocessing.TimeoutError:
-            text = f"a rank of the demo did not answer within {ANSWER_WITHIN:g} s"
-            raise LiveError(text) from None
-    reports, equal, connected = zip(*(outcomes[rank] for rank in plan.ranks), strict=True)
+            host.start()
+        finally:
+            signal.signal(signal.SIGINT, handler)
+        far.close()
+        answers = dict(_answer(pipe, host.sentinel) for _ in plan.ranks)
+    finally:
+        for name in missing:
+            del os.environ[name]
+        if host.pid is not None:
+            host.kill()
+            host.join()
+        pipe.close()
+    reports = tuple(zip(*(answers[rank][0] for rank in plan.ranks), strict=True))
+    equal = all(equal for _, equal, _ in answers.values())
+    connected = max(at for _, _, at in answers.values())
     stated = plan.summary()
     return LiveRun(
-        stated.wire_bytes,
-        stated.num_messages,
-        tuple(zip(*reports, strict=True)),
-        all(equal),
-        max(max(connected) - began, 0.0),
+        stated.wire_bytes, stated.num_messages, reports, equal, max(connected - began, 0.0)
     )
 
 
-def _ranks(plan: Plan) -> Pool:
-    """A process for each rank; all of them are ended at the end of the ``with`` block."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["__main__", "reshard.live.api"])
-    missing = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
-    os.environ.update(missing)
-    # The ranks inherit it: Ctrl-C is for the demo, which then ends its processes.
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _answer(pipe: Connection, host: int) -> tuple[int, tuple[list[RunReport], bool, float]]:
+    """The next rank's outcome: its reports, whether its arrays are right, when it was connected."""
+    if not wait([pipe, host], ANSWER_WITHIN):
+        raise LiveError(f"a rank of the demo did not answer within {ANSWER_WITHIN:g} s")
     try:
-        return context.Pool(len(plan.ranks), _die_with_parent)
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        for name in missing:
-            del os.environ[name]
+        rank, outcome = pipe.recv()
+    except EOFError:
+        raise LiveError("the processes of the demo ended without an answer") from None
+    if isinstance(outcome, str):
+        raise LiveError(f"rank {rank} of the demo failed: {outcome}")
+    return rank, outcome
 
 
-def _die_with_parent() -> None:
-    """Be killed when the parent process ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def _host(pipe: Connection, address: str, plan: Plan, given: Arrays, expected: Arrays) -> None:
+    """Import torch, fork one process per rank, and live until the demo ends this process."""
+    _die_with_parent()
+    from reshard.live import api  # noqa: F401 - imported once, before the ranks are forked
+
+    context = multiprocessing.get_context("fork")
+    lock = context.Lock()
+    ranks = [
+        context.Process(
+            target=_rank,
+            args=(rank, address, plan, given.get(rank, {}), expected.get(rank, {}), pipe, lock),
+        )
+        for rank in plan.ranks
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
 
 
-def _run_rank(
-    task: tuple[int, str, Plan, RankArrays, RankArrays],
-) -> tuple[int, tuple[list[RunReport], bool, float]]:
-    """Join the other ranks, move and compare: reports, whether the arrays are right, when it was
-    connected."""
+def _rank(
+    rank: int,
+    address: str,
+    plan: Plan,
+    given: Mapping[str, np.ndarray[Any, Any]],
+    expected: Mapping[str, np.ndarray[Any, Any]],
+    pipe: Connection,
+    lock: Any,
+) -> None:
+    """Join the other ranks, move, compare and answer."""
+    _die_with_parent()
     import torch
     import torch.distributed as dist
 
-    rank, address, plan, given, expected = task
+    outcome: Any
     try:
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=len(plan.ranks))
         connected = time.perf_counter()
@@ -168,13 +199,22 @@ def _run_rank(
             handle = plan.start(tensors)
             moved = handle.wait()
             reports.append(handle.report)
+        equal = moved.keys() == expected.keys() and all(
+            torch.equal(tensor.view(torch.uint16), torch.from_numpy(expected[name]))
+            for name, tensor in moved.items()
+        )
+        outcome = (reports, equal, connected)
     except Exception as error:
         if os.environ.get("RESHARD_TRACEBACK"):
             traceback.print_exc()
-        text = f"rank {rank} of the demo failed: {type(error).__name__}: {error}"
-        raise LiveError(text) from None
-    equal = moved.keys() == expected.keys() and all(
-        torch.equal(tensor.view(torch.uint16), torch.from_numpy(expected[name]))
-        for name, tensor in moved.items()
-    )
-    return rank, (reports, equal, connected)
+        outcome = f"{type(error).__name__}: {error}"
+    with lock:
+        pipe.send((rank, outcome))
+    if dist.is_initialized() and not isinstance(outcome, str):
+        dist.barrier()  # the lowest rank serves the store of the session
+    os._exit(0)
+
+
+def _die_with_parent() -> None:
+    """Be killed when the parent process ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
