@@ -242,13 +242,31 @@ def _to_float8(array: Array, want: str) -> Array:
 def _float8_codes(want: str) -> Array:
     """The codes of all upper halves of a float32, followed by zeros and by something else.
 
-    That suffices: where two codes are equally near, the float32 ends in zeros.
+    That suffices: where two codes are equally near, and the even one is taken, the float32 ends in
+    zeros.
     """
     import numpy as np
 
     halves = np.arange(1 << 17, dtype=np.uint32)
     bits = (halves >> np.uint32(1)) << np.uint32(16) | (halves & np.uint32(1)) << np.uint32(15)
-    return _rounded_to_float8(bits.view(np.float32), want)
+    numbers = bits.view(np.float32)
+    values = _float8_values(want).astype(np.float64)
+    top = int(np.flatnonzero(np.isfinite(values[:128]))[-1])
+    finite = values[: top + 1]
+    middles = (finite[1:] + finite[:-1]) / 2
+    # One step past the largest value rounds up to what would be the next one.
+    middles = np.append(middles, finite[-1] + (finite[-1] - finite[-2]) / 2)
+    size = np.abs(numbers.astype(np.float64))
+    codes = np.searchsorted(middles, size, side="left")
+    tie = codes < np.searchsorted(middles, size, side="right")
+    codes += tie & (codes % 2 == 1)
+    too_large = {"float8_e4m3fn": top, "float8_e5m2": 0x7C}.get(want, 0x80)
+    codes = np.where(codes > top, too_large, codes)
+    # The only NaN of the fnuz types is where the others have a negative zero.
+    is_fnuz = want.endswith("fnuz")
+    codes = np.where(np.isnan(numbers), 0x80 if is_fnuz else 0x7F, codes)
+    has_sign = (codes > 0) & (codes < 0x80) if is_fnuz else True
+    return np.asarray(codes + 128 * (np.signbit(numbers) & has_sign), dtype=np.uint8)
 
 
 @lru_cache(maxsize=8)
@@ -278,38 +296,3 @@ def _with_specials(values: Array, dtype: str) -> Array:
         values[[0x7C, 0xFC]] = np.inf, -np.inf
         values[[0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]] = np.nan
     return values
-
-
-def _rounded_to_float8(array: Array, want: str) -> Array:
-    """The code of the nearest value; between two equally near ones, the even code."""
-    import numpy as np
-
-    values = _float8_values(want).astype(np.float64)
-    top = int(np.flatnonzero(np.isfinite(values[:128]))[-1])
-    finite = values[: top + 1]
-    middles = (finite[1:] + finite[:-1]) / 2
-    # One step past the largest value rounds up to what would be the next one.
-    middles = np.append(middles, finite[-1] + (finite[-1] - finite[-2]) / 2)
-    size = np.abs(array.astype(np.float64))
-    codes = np.searchsorted(middles, size, side="left")
-    tie = codes < np.searchsorted(middles, size, side="right")
-    codes += tie & (codes % 2 == 1)
-    return _finish_float8(array, codes, top, want)
-
-
-def _finish_float8(array: Array, codes: Array, top: int, want: str) -> Array:
-    """Signs, and what is too large or no number."""
-    import numpy as np
-
-    negative = np.signbit(array)
-    if want == "float8_e5m2":
-        codes = np.where(codes > top, 0x7C, codes)
-        codes = np.where(np.isnan(array), 0x7F, codes) + 128 * negative
-        return codes.astype(np.uint8)
-    if want == "float8_e4m3fn":
-        codes = np.where(np.isnan(array), 0x7F, np.minimum(codes, top)) + 128 * negative
-        return codes.astype(np.uint8)
-    codes = np.where(codes > 0, codes + 128 * negative, 0)
-    return np.where((codes % 128 > top) | (codes > 255) | np.isnan(array), 0x80, codes).astype(
-        np.uint8
-    )

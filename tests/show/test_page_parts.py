@@ -154,6 +154,10 @@ def test_names_that_look_like_patterns_stay_as_they_are() -> None:
     assert named([f"n{i}" for i in range(40)]).count("n") < 20
 
 
+def test_names_that_are_not_looked_at_are_counted() -> None:
+    assert named([f"h.{i}.w" for i in range(50_002)]) == "h.{0-49999}.w and 2 more names"
+
+
 def touched(drawing: Drawing, box: rs.Box) -> list[int]:
     """The rectangles of a drawing that overlap with a box, in the dims that are drawn."""
     start = [box.start[dim] for dim in drawing.dims]

@@ -127,7 +127,9 @@ def _invoke(arguments: list[str]) -> int:
         where = f"{error.filename}: " if error.filename else ""
         return _complain(f"{where}{error.strerror or error}")
     except Exception as error:
-        return _complain(_ours(error, said))
+        _trace(error, said)
+        what = f"{type(error).__name__}: {str(error)[:MOST_SAID]}"
+        return _complain(f"internal error: {what}; please report it, with what {TRACEBACK}=1 shows")
 
 
 def _example(error: click.UsageError) -> str:
@@ -139,13 +141,6 @@ def _example(error: click.UsageError) -> str:
     if isinstance(error, click.MissingParameter) and example:
         return f" For example: {example[1]}"
     return f" Try {context.command_path} --help."
-
-
-def _ours(error: Exception, said: dict[str, bool]) -> str:
-    """The message for an internal error."""
-    _trace(error, said)
-    what = f"{type(error).__name__}: {str(error)[:MOST_SAID]}"
-    return f"internal error: {what}; please report it, with what {TRACEBACK}=1 shows"
 
 
 def _trace(error: Exception, said: dict[str, bool]) -> None:

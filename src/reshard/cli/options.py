@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from reshard.cli.output import byte_meter, fitted, print_json
 from reshard.errors import FormatError, LayoutError, NotationError, PlanError
-from reshard.text import log
+from reshard.text import Report, log
 
 if TYPE_CHECKING:
     from reshard.layout.layout import Layout
@@ -76,11 +76,7 @@ def _remember(context: click.Context, option: click.Parameter, value: bool) -> N
     said[option.name] = value or said.get(option.name, False)
 
 
-class _Report(Protocol):
-    def to_dict(self) -> dict[str, Any]: ...
-
-
-R = TypeVar("R", bound=_Report)
+R = TypeVar("R", bound=Report)
 C = TypeVar("C", bound=Callable[..., int])
 
 _OPTIONS = (

@@ -141,7 +141,7 @@ class _Walk:
             case [ast.Expr(ast.Constant(str())) as docstring, *_]:
                 self.docstrings.add(docstring.lineno)
         calls: set[str] = set()
-        stack = list(_children(scope))[::-1]
+        stack = list(ast.iter_child_nodes(scope))[::-1]
         while stack:
             match stack.pop():
                 case ast.Constant():
@@ -162,7 +162,7 @@ class _Walk:
                     self.defined.setdefault(name, node.lineno)
                 case node:
                     pass
-            stack.extend(_children(node))
+            stack.extend(ast.iter_child_nodes(node))
         return calls
 
     def _define(self, node: _Named, prefix: str, owner: str) -> None:
@@ -182,16 +182,6 @@ class _Walk:
             self.imports += [(name, node.lineno, []) for name in names]
         else:
             self.imports.append(("." * node.level + (node.module or ""), node.lineno, names))
-
-
-def _children(node: ast.AST) -> Iterator[ast.AST]:
-    """As ``ast.iter_child_nodes``, which takes longer."""
-    for name in node._fields:
-        value = getattr(node, name, None)
-        if isinstance(value, ast.AST):
-            yield value
-        elif isinstance(value, list):
-            yield from (item for item in value if isinstance(item, ast.AST))
 
 
 def _callable_names(tree: ast.Module) -> Iterator[str]:

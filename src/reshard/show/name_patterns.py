@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate
 
-from reshard.text import shorten
+from reshard.layout.mesh import format_ranks
+from reshard.text import count, shorten
 
 __all__ = ["name_patterns", "named", "named_pairs"]
 
@@ -66,8 +67,11 @@ def named(names: Sequence[str], most: int = 4, width: int | None = None) -> str:
         ends = accumulate(len(one) + len(", ") for one in found)
         most = max(min(most, sum(end <= width + len(", ") for end in ends)), 1)
         shown = [shorten(one, width) for one in found[:most]]
-    text, rest = ", ".join(shown[:most]), len(found) - most
-    return f"{text} and {rest:,} more pattern{'s' * (rest > 1)}" if rest > 0 else text
+    parts = [", ".join(shown[:most])]
+    for number, what in ((len(found) - most, "pattern"), (len(names) - MAX_NAMES, "name")):
+        if number > 0:
+            parts.append(count(number, f"more {what}"))
+    return " and ".join(parts)
 
 
 def named_pairs(pairs: Sequence[tuple[str, str]], width: int | None = None) -> str:
@@ -123,7 +127,7 @@ def _braces(words: frozenset[str]) -> str:
     if len(words) == 1:
         return next(iter(words))
     if _are_numbers(words):
-        return f"{{{','.join(_ranges(sorted(map(int, words))))}}}"
+        return f"{{{format_ranks(sorted(map(int, words)))}}}"
     listed = sorted(words)
     head, tail = _common(listed), _common([word[::-1] for word in listed])[::-1]
     if any(len(word) <= len(head) + len(tail) for word in listed):
@@ -139,9 +143,3 @@ def _common(words: Sequence[str]) -> str:
     low, high = min(words), max(words)
     length = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
     return low[: low.rfind("_", 0, length) + 1]
-
-
-def _ranges(numbers: Sequence[int]) -> list[str]:
-    runs = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
-    found = [[number for _, number in run] for _, run in runs]
-    return [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in found]

@@ -242,13 +242,11 @@ class _Frame:
 
     def _has_wall(self, row: int, column: int) -> bool:
         """Whether there is a line on the left of a cell."""
-        inside = 0 <= row < len(self.heights)
-        return inside and self._at(row, column - 1) != self._at(row, column)
+        return self._at(row, column - 1) != self._at(row, column)
 
     def _has_floor(self, row: int, column: int) -> bool:
         """Whether there is a line above a cell."""
-        inside = 0 <= column < len(self.widths)
-        return inside and self._at(row - 1, column) != self._at(row, column)
+        return self._at(row - 1, column) != self._at(row, column)
 
     def _at(self, row: int, column: int) -> Cell | None:
         inside = 0 <= row < len(self.heights) and 0 <= column < len(self.widths)

@@ -17,7 +17,6 @@ and their cells are told apart by their labels.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -39,12 +38,19 @@ LETTER = 7.3
 MAX_LABELLED = 8
 """Columns of a matrix whose cells are wide enough for numbers."""
 
-HUES = 8
-LIGHT = ((0.88, 0.075), (0.74, 0.125))
-DARK = ((0.36, 0.075), (0.50, 0.100))
-"""Lightness and chroma (OKLCH) of the two rows of fills, for a light and a dark page."""
+LIGHT = (
+    "#abdfff", "#ffc4c8", "#b5e6be", "#d2d1ff", "#fdcda6", "#9be8e7", "#f5c6ef", "#dedba1",
+    "#80aafa", "#ee8d70", "#3ec4a2", "#c095e8", "#d1a342", "#28bdde", "#e788b2", "#95b960",
+)  # fmt: skip
+DARK = (
+    "#0c4160", "#5e2b30", "#1b4827", "#393763", "#59320c", "#004949", "#532d50", "#433f02",
+    "#44629c", "#934d38", "#00755d", "#73538f", "#7f5d08", "#007089", "#8e4969", "#536e29",
+)  # fmt: skip
+"""Two rows of eight hues, for a light and a dark page. A row has one lightness and one chroma
+(OKLCH: 0.88 and 0.075, 0.74 and 0.125; dark 0.36 and 0.075, 0.50 and 0.1); its hues are 135 degrees
+apart, so that neighbours look different."""
 
-FILLS = HUES * 2
+FILLS = len(LIGHT)
 TEXTURES = ("", "M-2,10 L10,-2 M-2,2 L2,-2 M6,10 L10,6", "M-2,-2 L10,10 M6,-2 L10,2 M-2,6 L2,10",
             "M0,4 H8", "M4,0 V8", "M0,4 H8 M4,0 V8")  # fmt: skip
 """Lines of a tile of 8 by 8: none, rising, falling, across, down, a grid."""
@@ -89,35 +95,9 @@ class Colours:
         return max(len(self.known) - LOOKS, 0)
 
 
-def palette(dark: bool) -> list[str]:
-    """The fills in the order in which they are given away, so that neighbours look different.
-
-    >>> palette(False)[:2]
-    ['#abdfff', '#ffc4c8']
-    """
-    rows = DARK if dark else LIGHT
-    return [
-        _hex(*rows[number // HUES], 240 + 3 * number * 360 / HUES + 22.5 * (number // HUES))
-        for number in range(FILLS)
-    ]
-
-
-def _hex(lightness: float, chroma: float, degrees: float) -> str:
-    """A colour of OKLCH in sRGB; what sRGB cannot show is cut off."""
-    angle = math.radians(degrees)
-    a, b = chroma * math.cos(angle), chroma * math.sin(angle)
-    long, medium, short = (
-        (lightness + x * a + y * b) ** 3
-        for x, y in ((0.3963378, 0.2158038), (-0.1055613, -0.0638542), (-0.0894842, -1.2914855))
-    )
-    channels = (
-        4.0767417 * long - 3.3077116 * medium + 0.2309699 * short,
-        -1.2684380 * long + 2.6097574 * medium - 0.3413194 * short,
-        -0.0041961 * long - 0.7034186 * medium + 1.7076147 * short,
-    )
-    shown = (min(max(channel, 0.0), 1.0) for channel in channels)
-    gamma = (12.92 * c if c <= 0.0031308 else 1.055 * c ** (1 / 2.4) - 0.055 for c in shown)
-    return "#" + "".join(f"{round(255 * channel):02x}" for channel in gamma)
+def palette(dark: bool) -> tuple[str, ...]:
+    """The fills in the order in which they are given away."""
+    return DARK if dark else LIGHT
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +146,6 @@ class Drawing:
     """The room that the texts on the left need."""
     dims: tuple[int, ...]
     """Which dims of the tensor are drawn."""
-    ndim: int
-    """How many dims the tensor has."""
 
 
 def drawing_of(picture: Picture, colours: Colours) -> Drawing:
@@ -185,9 +163,8 @@ def drawing_of(picture: Picture, colours: Colours) -> Drawing:
             rects.append(_rect(picture, (i, j, end), (xs[j], xs[end]), ys[i : i + 2], colours))
     left = tuple(_ticks(picture.rows, ys, 16))[1:] if len(picture.shape) == 2 else ()
     top = tuple(_ticks(picture.columns, xs, 0))
-    gutter = max((len(tick.text) for tick in left), default=0) * LETTER + 8
-    sizes, dims = (WIDTH, round(height, 1)), (picture.dims, picture.ndim)
-    return Drawing(*sizes, tuple(rects), top, left, round(gutter, 1), *dims)
+    gutter = round(max((len(tick.text) for tick in left), default=0) * LETTER + 8, 1)
+    return Drawing(WIDTH, round(height, 1), tuple(rects), top, left, gutter, picture.dims)
 
 
 def _rect(

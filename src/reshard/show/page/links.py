@@ -129,7 +129,9 @@ def _exact(
     for flow in flows:
         for rows in flow.everything():
             moved = rows.take(np.flatnonzero(rows.source != rows.destination))
-            entry = _numbered(plan, moved.source, moved.destination, matrix)
+            row = matrix.row_of[np.searchsorted(plan.world, moved.source)]
+            column = matrix.column_of[np.searchsorted(plan.world, moved.destination)]
+            entry = row * matrix.num_bytes.shape[1] + column
             keys = np.unique(moved.runs.cell * size + entry)
             cell, entry = np.divmod(keys, size)
             here, there = _covered(flow, moved, cell, sides)
@@ -162,11 +164,3 @@ def _possible(
     entries: Ints = (rows[:, None] * matrix.num_bytes.shape[1] + columns).reshape(-1)
     busy: list[int] = entries[matrix.num_bytes.reshape(-1)[entries] > 0].tolist()
     return busy
-
-
-def _numbered(plan: Plan, sources: Ints, destinations: Ints, matrix: Matrix) -> Ints:
-    """The entry of the matrix to which each pair of ranks belongs."""
-    row = matrix.row_of[np.searchsorted(plan.world, sources)]
-    column = matrix.column_of[np.searchsorted(plan.world, destinations)]
-    entry: Ints = row * matrix.num_bytes.shape[1] + column
-    return entry

@@ -10,32 +10,27 @@ are not summed on the way, but it works for all placements.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import product
 from math import prod
 
 import torch
-from torch.distributed.tensor.placement_types import Placement
 
 from reshard.dtypes import accumulator
 from reshard.errors import LayoutError
-from reshard.layout.box import Box, Interval
+from reshard.layout.box import Box, Interval, length_of
 from reshard.layout.columns import SizedCache
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.mesh import Mesh
 from reshard.layout.words import held
-from reshard.tensors.dtensor.placements import (
-    acting,
-    check_placements,
-    chunks_of,
-    nesting_of,
-    shard_in_turn,
-)
+from reshard.tensors.dtensor.placements import Placed, check_placements
 
-__all__ = ["BoxMove", "Placed", "box_move"]
+__all__ = ["BoxMove", "box_move"]
 
 Intervals = tuple[Interval, ...]
+Dims = tuple[Intervals, ...]
+"""Intervals of each dim; every combination of them is a box."""
 Slices = tuple[slice, ...]
 
 MAX_BOXES = 1 << 16
@@ -52,56 +47,6 @@ _BITWISE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 @dataclass(frozen=True)
-class Placed:
-    """Placements on a mesh, and DTensor's own shard order, if it has one."""
-
-    mesh: Mesh
-    placements: tuple[Placement, ...]
-    order: tuple[tuple[int, tuple[int, ...]], ...] | None = None
-    nested: bool = True
-    """Whether strided shards are read as an order of mesh dims, where they express one."""
-    _intervals: dict[tuple[tuple[int, ...], int], tuple[Intervals, ...]] = field(
-        default_factory=dict, compare=False, repr=False
-    )
-
-    def pending(self) -> list[int]:
-        """The mesh dims along which a reduction is pending."""
-        return [at for at, one in enumerate(self.placements) if one.is_partial()]
-
-    def addend(self, rank: int, axes: Sequence[int]) -> int:
-        """The index of a rank's addend among all addends along some mesh dims."""
-        sizes, place = tuple(self.mesh.axes.values()), tuple(self.mesh.coords(rank).values())
-        number = 0
-        for at in axes:
-            number = number * sizes[at] + place[at]
-        return number
-
-    def local_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-        """The shape of a rank's local tensor."""
-        return tuple(sum(b - a for a, b in dim) for dim in self.intervals(shape, rank))
-
-    def intervals(self, shape: tuple[int, ...], rank: int) -> tuple[Intervals, ...]:
-        """The intervals of each dim that a rank holds, in the order of its local tensor."""
-        key = (shape, rank)
-        if key not in self._intervals:
-            self._intervals[key] = self._compute_intervals(shape, rank)
-        return self._intervals[key]
-
-    def _compute_intervals(self, shape: tuple[int, ...], rank: int) -> tuple[Intervals, ...]:
-        mesh = self.mesh
-        check_placements(mesh, self.placements, shape)
-        nesting = nesting_of(mesh, self.placements, self.order, self.nested)
-        if nesting is not None:
-            dims = chunks_of(mesh, nesting, len(shape))
-        else:
-            order = acting(self.placements, self.order)
-            dims = shard_in_turn(mesh, self.placements, order, shape, (rank,))
-        place = mesh.coords(rank)
-        pairs = zip(dims, shape, strict=True)
-        return tuple(tuple(held(cuts, length, mesh.axes, place)) for cuts, length in pairs)
-
-
-@dataclass(frozen=True)
 class BoxMove:
     """From placements to placements on the same mesh."""
 
@@ -113,13 +58,13 @@ class BoxMove:
     def whole(self) -> tuple[int, ...]:
         """The shape of the moved tensor: all addends, stacked along a first dim."""
         sizes = tuple(self.have.mesh.axes.values())
-        return prod(sizes[at] for at in self.have.pending()), *self.shape
+        return prod(sizes[at] for at in _pending(self.have)), *self.shape
 
     @property
     def op(self) -> str:
         """The reduction at the destination; reductions that stay pending do not count."""
-        kept = self.want.pending()
-        ops = {self.have.placements[at].reduce_op for at in self.have.pending() if at not in kept}  # type: ignore[attr-defined]
+        kept = _pending(self.want)
+        ops = {self.have.placements[at].reduce_op for at in _pending(self.have) if at not in kept}  # type: ignore[attr-defined]
         return str(next(iter(ops), "sum"))
 
     def check(self, dtype: str) -> None:
@@ -133,25 +78,47 @@ class BoxMove:
             )
 
     @cached_property
+    def held(self) -> tuple[dict[int, Dims], dict[int, Dims]]:
+        """What each rank holds of each dim, at the source and at the destination."""
+        ranks, shape = self.have.mesh.ranks, self.shape
+        have, want = ({r: _held(side, shape, r) for r in ranks} for side in (self.have, self.want))
+        return have, want
+
+    @cached_property
     def layouts(self) -> tuple[Layout, Layout]:
         """The layouts of source and destination, as boxes."""
-        have, want, shape = self.have, self.want, self.shape
-        ranks, kept = have.mesh.ranks, want.pending()
-        numbers = {rank: have.addend(rank, have.pending()) for rank in ranks}
+        mesh, pending, kept = self.have.mesh, _pending(self.have), _pending(self.want)
+        numbers = {rank: _addend(mesh, rank, pending) for rank in mesh.ranks}
+        results = {rank: _addend(mesh, rank, kept) for rank in mesh.ranks}
         addends: dict[int, set[int]] = {}
-        for rank in ranks:
-            addends.setdefault(have.addend(rank, kept), set()).add(numbers[rank])
-        sources = {rank: _boxes(have, shape, rank, [numbers[rank]]) for rank in ranks}
-        results = {
-            rank: _boxes(want, shape, rank, sorted(addends[have.addend(rank, kept)]))
-            for rank in ranks
-        }
-        return Layout.from_boxes(self.whole, sources), Layout.from_boxes(self.whole, results)
+        for rank in mesh.ranks:
+            addends.setdefault(results[rank], set()).add(numbers[rank])
+        have, want = {}, {}
+        for rank in mesh.ranks:
+            mine = sorted(addends[results[rank]])
+            have[rank] = self._boxes(self.have, rank, self.held[0][rank], [numbers[rank]])
+            want[rank] = self._boxes(self.want, rank, self.held[1][rank], mine)
+        return Layout.from_boxes(self.whole, have), Layout.from_boxes(self.whole, want)
+
+    def _boxes(
+        self, placed: Placed, rank: int, dims: Dims, addends: Sequence[int]
+    ) -> tuple[Box, ...]:
+        """A rank's boxes of the moved tensor."""
+        count = prod(map(len, dims)) * len(addends)
+        if count > MAX_BOXES:
+            raise LayoutError(
+                f"{list(placed.placements)} cut {self.shape} into {count} boxes on rank {rank}: "
+                f"at most {MAX_BOXES} work; redistribute to Shard first"
+            )
+        return tuple(_box(((at, at + 1), *box)) for at in addends for box in product(*dims))
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of a rank's source."""
+        return tuple(map(length_of, self.held[0][rank]))
 
     def join(self, local: torch.Tensor, rank: int) -> torch.Tensor | None:
         """A rank's local tensor as the source layout of boxes expects it."""
-        places = _places(self.have.intervals(self.shape, rank))
-        views = [local[slices].unsqueeze(0) for slices in places]
+        views = [local[slices].unsqueeze(0) for slices in _places(self.held[0][rank])]
         if not views or not local.numel():
             return None
         return views[0] if len(views) == 1 else torch.cat([view.reshape(-1) for view in views])
@@ -160,15 +127,15 @@ class BoxMove:
         self, found: torch.Tensor | None, rank: int, dtype: torch.dtype, device: object
     ) -> torch.Tensor:
         """The local tensor of the result: the received addends, reduced."""
-        shape = self.want.local_shape(self.shape, rank)
-        made = torch.empty(shape, dtype=dtype, device=device)  # type: ignore[call-overload]
+        dims = self.held[1][rank]
+        made = torch.empty(tuple(map(length_of, dims)), dtype=dtype, device=device)  # type: ignore[call-overload]
         if found is None or not made.numel():
             return made  # type: ignore[no-any-return]
-        boxes = [Box(start, stop) for start, stop in _corners(self.want, self.shape, rank)]
+        boxes = [*map(_box, product(*dims))]
         rows = found.reshape(-1, sum(box.size for box in boxes))
         reduced = _reduced(rows, self.op).to(dtype)
-        places, at = _places(self.want.intervals(self.shape, rank)), 0
-        for slices, box in zip(places, boxes, strict=True):
+        at = 0
+        for slices, box in zip(_places(dims), boxes, strict=True):
             made[slices] = reduced[at : at + box.size].view(box.shape)
             at += box.size
         return made  # type: ignore[no-any-return]
@@ -188,29 +155,34 @@ def box_move(have: Placed, want: Placed, shape: tuple[int, ...]) -> BoxMove:
     return _kept.put((have, want, shape), move, BOX_BYTES * (1 + count))
 
 
-def _boxes(
-    placed: Placed, shape: tuple[int, ...], rank: int, addends: Sequence[int]
-) -> tuple[Box, ...]:
-    corners = [*_corners(placed, shape, rank)]
-    if len(corners) * len(addends) > MAX_BOXES:
-        raise LayoutError(
-            f"{list(placed.placements)} cut {shape} into {len(corners) * len(addends)} boxes on "
-            f"rank {rank}: at most {MAX_BOXES} work; redistribute to Shard first"
-        )
-    return tuple(
-        Box((number, *start), (number + 1, *stop)) for number in addends for start, stop in corners
-    )
+def _pending(placed: Placed) -> list[int]:
+    """The mesh dims along which a reduction is pending."""
+    return [at for at, one in enumerate(placed.placements) if one.is_partial()]
 
 
-def _corners(
-    placed: Placed, shape: tuple[int, ...], rank: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The first and last corners of a rank's boxes."""
-    for chosen in product(*placed.intervals(shape, rank)):
-        yield tuple(start for start, _ in chosen), tuple(stop for _, stop in chosen)
+def _addend(mesh: Mesh, rank: int, axes: Sequence[int]) -> int:
+    """The index of a rank's addend among all addends along some mesh dims."""
+    sizes, place = tuple(mesh.axes.values()), tuple(mesh.coords(rank).values())
+    number = 0
+    for at in axes:
+        number = number * sizes[at] + place[at]
+    return number
 
 
-def _places(dims: Sequence[Intervals]) -> Iterator[Slices]:
+def _held(placed: Placed, shape: tuple[int, ...], rank: int) -> Dims:
+    """The intervals of each dim that a rank holds, in the order of its local tensor."""
+    mesh = placed.mesh
+    check_placements(mesh, placed.placements, shape)
+    pairs = zip(placed.cuts(shape, (rank,)), shape, strict=True)
+    place = mesh.coords(rank)
+    return tuple(tuple(held(cuts, length, mesh.axes, place)) for cuts, length in pairs)
+
+
+def _box(intervals: Intervals) -> Box:
+    return Box(tuple(start for start, _ in intervals), tuple(stop for _, stop in intervals))
+
+
+def _places(dims: Dims) -> Iterator[Slices]:
     """The position of each box in the local tensor."""
     starts: list[list[slice]] = []
     for intervals in dims:

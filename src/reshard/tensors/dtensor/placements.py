@@ -19,6 +19,7 @@ from functools import lru_cache
 from itertools import islice, permutations, product
 from math import prod
 from operator import index
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,9 +34,8 @@ from reshard.layout.words import Chunk, Cut, Cuts, Cyclic, Packed, Segment, Word
 from reshard.tensors.kinds import this_rank
 
 __all__ = [
-    "OPS", "Order", "ShardOrder", "acting", "as_placed", "axis_names", "check_placements",
-    "chunks_of", "layout_from", "mesh_of", "nested_layout", "nesting_of", "placements_of",
-    "read_placements", "shard_in_turn", "shard_order",
+    "OPS", "Placed", "ShardOrder", "axis_names", "check_placements", "layout_from", "mesh_of",
+    "nested_layout", "placements_of", "positive_dims",
 ]  # fmt: skip
 
 _REFUSED = RESERVED | {"self"}
@@ -100,10 +100,10 @@ def layout_from(
     """The layout of a tensor of this shape with these placements on a mesh."""
     sizes = tuple(map(index, shape))
     check_shape(sizes)
-    return read_placements(mesh_of(device_mesh), as_placed(placements, sizes), None, sizes)
+    return Placed(mesh_of(device_mesh), positive_dims(placements, sizes)).layout(sizes)
 
 
-def as_placed(placements: Sequence[Placement], shape: Sequence[int]) -> tuple[Placement, ...]:
+def positive_dims(placements: Sequence[Placement], shape: Sequence[int]) -> tuple[Placement, ...]:
     """The placements with dims counted from the front."""
     return tuple(_from_front(placement, len(shape)) for placement in placements)
 
@@ -116,43 +116,67 @@ def _from_front(placement: Placement, num_dims: int) -> Placement:
     return placement
 
 
-def read_placements(
-    mesh: Mesh,
-    placements: tuple[Placement, ...],
-    order: ShardOrder,
-    shape: tuple[int, ...],
-    nested: bool = True,
-) -> Layout:
-    """The layout that placements express.
+class Placed(NamedTuple):
+    """Placements on a mesh, and how they are read."""
 
-    ``order`` is DTensor's own shard order, where it has one. ``nested=False`` reads strided shards
-    left to right, as torch shards them, and not as an order of nesting.
-    """
-    layout = nested_layout(mesh, placements, order, shape, nested)
-    if layout is None:
-        # Not cached: it may list many parts.
-        dims = shard_in_turn(mesh, placements, acting(placements, order), shape, mesh.ranks)
-        layout = Layout(mesh, _words(mesh, placements, dims, shape))
-    return layout
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+    order: ShardOrder = None
+    """DTensor's own shard order, where it has one."""
+    nested: bool = True
+    """Whether strided shards are an order of nesting; if not, they shard from left to right."""
+
+    def layout(self, shape: tuple[int, ...]) -> Layout:
+        """The layout of a tensor of this shape."""
+        layout = nested_layout(self, shape)
+        if layout is None:
+            # Not cached: it may list many parts.
+            layout = Layout(self.mesh, _words(self, self.cuts(shape, self.mesh.ranks)))
+        return layout
+
+    def cuts(self, shape: Sequence[int], ranks: Sequence[int]) -> list[Cuts]:
+        """How each dim is sharded: in plain chunks, or as torch does it.
+
+        There each placement shards what the one before left on these ranks.
+        """
+        nesting = self.nesting()
+        if nesting is not None:
+            return _chunks(self.mesh, nesting, len(shape))
+        dims: list[list[Cut]] = [[] for _ in shape]
+        names = tuple(self.mesh.axes)
+        order = [at for _, axes in self.order for at in axes] if self.order else range(len(names))
+        for axis, placement in ((names[at], self.placements[at]) for at in order):
+            if isinstance(placement, _StridedShard):
+                before, length = tuple(dims[placement.dim]), shape[placement.dim]
+                places = map(self.mesh.coords, ranks)
+                parts = (held(before, length, self.mesh.axes, place) for place in places)
+                cut = _strided(self.mesh, axis, placement, set(map(length_of, parts)))
+                dims[placement.dim].append(cut)
+            elif isinstance(placement, Shard):
+                dims[placement.dim].append(Chunk(axis))
+        return [tuple(cuts) for cuts in dims]
+
+    def nesting(self) -> Order | None:
+        """The mesh dims that shard each dim in plain chunks; None where strides do otherwise."""
+        strided = any(isinstance(placement, _StridedShard) for placement in self.placements)
+        if strided and not self.nested:
+            return None
+        if self.order and not strided:
+            return dict(self.order)
+        return shard_order(self.placements, tuple(self.mesh.axes.values()))
 
 
 @lru_cache(maxsize=2048)
-def nested_layout(
-    mesh: Mesh,
-    placements: tuple[Placement, ...],
-    order: ShardOrder,
-    shape: tuple[int, ...],
-    nested: bool,
-) -> Layout | None:
+def nested_layout(placed: Placed, shape: tuple[int, ...]) -> Layout | None:
     """The layout of plain chunks along each dim, which is small; None where strides differ."""
-    check_placements(mesh, placements, shape)
-    nesting = nesting_of(mesh, placements, order, nested)
+    check_placements(placed.mesh, placed.placements, shape)
+    nesting = placed.nesting()
     if nesting is None:
         return None
-    return _layout(mesh, _words(mesh, placements, chunks_of(mesh, nesting, len(shape)), shape))
+    return _layout(placed.mesh, _words(placed, _chunks(placed.mesh, nesting, len(shape))))
 
 
-def chunks_of(mesh: Mesh, nesting: Order, num_dims: int) -> list[Cuts]:
+def _chunks(mesh: Mesh, nesting: Order, num_dims: int) -> list[Cuts]:
     """Each dim chunked by its mesh dims, first to last."""
     axes = tuple(mesh.axes)
     return [tuple(Chunk(axes[at]) for at in nesting.get(dim, ())) for dim in range(num_dims)]
@@ -164,25 +188,9 @@ def _layout(mesh: Mesh, words: Words) -> Layout:
     return Layout(mesh, words)
 
 
-def _words(
-    mesh: Mesh, placements: tuple[Placement, ...], dims: Sequence[Cuts], shape: tuple[int, ...]
-) -> Words:
-    return Words(tuple(dims), None if shape else 0, reduce=_reduction(mesh, placements))
-
-
-def nesting_of(
-    mesh: Mesh,
-    placements: Sequence[Placement],
-    order: ShardOrder,
-    nested: bool,
-) -> Order | None:
-    """The mesh dims that shard each tensor dim in plain chunks; None where strides do otherwise."""
-    strided = any(isinstance(placement, _StridedShard) for placement in placements)
-    if strided and not nested:
-        return None
-    if order and not strided:
-        return dict(order)
-    return shard_order(placements, tuple(mesh.axes.values()))
+def _words(placed: Placed, dims: Sequence[Cuts]) -> Words:
+    reduction = _reduction(placed.mesh, placed.placements)
+    return Words(tuple(dims), None if dims else 0, reduce=reduction)
 
 
 def check_placements(mesh: Mesh, placements: Sequence[Placement], shape: Sequence[int]) -> None:
@@ -246,37 +254,6 @@ def shard_order(
     return order
 
 
-def acting(placements: Sequence[Placement], order: ShardOrder) -> list[int]:
-    """The mesh dims in the order in which they shard: DTensor's own, or left to right."""
-    if order:
-        return [at for _, axes in order for at in axes]
-    return [at for at, one in enumerate(placements) if isinstance(one, Shard | _StridedShard)]
-
-
-def shard_in_turn(
-    mesh: Mesh,
-    placements: Sequence[Placement],
-    order: Sequence[int],
-    shape: Sequence[int],
-    ranks: Sequence[int],
-) -> list[Cuts]:
-    """Each placement shards what the one before left on these ranks; strided ones as in torch."""
-    dims: list[list[Cut]] = [[] for _ in shape]
-    names = tuple(mesh.axes)
-    for axis, placement in ((names[at], placements[at]) for at in order):
-        if isinstance(placement, _StridedShard):
-            lengths = _lengths(mesh, dims[placement.dim], shape[placement.dim], ranks)
-            dims[placement.dim].append(_strided(mesh, axis, placement, lengths))
-        elif isinstance(placement, Shard):
-            dims[placement.dim].append(Chunk(axis))
-    return [tuple(cuts) for cuts in dims]
-
-
-def _lengths(mesh: Mesh, cuts: Sequence[Cut], length: int, ranks: Sequence[int]) -> set[int]:
-    """The lengths of the dim on these ranks, after these cuts."""
-    return {length_of(held(tuple(cuts), length, mesh.axes, mesh.coords(r))) for r in ranks}
-
-
 def _strided(mesh: Mesh, axis: str, placement: _StridedShard, lengths: set[int]) -> Cut:
     """``_StridedShard`` on a dim of these lengths: blocks dealt in turn, or listed parts."""
     factor, num = int(placement.split_factor), mesh.axes[axis]
@@ -319,30 +296,19 @@ def placements_of(
 @lru_cache(maxsize=1024)
 def _find(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> tuple[Placement, ...] | None:
     layout.dims(shape)
-    probes = _probes(layout, mesh, shape)
+    ranks = mesh.ranks
+    # The boxes of a few ranks rule out most candidates without a look at all ranks.
+    some = {ranks[0], ranks[len(ranks) // 2], ranks[-1]}
+    probes = [(rank, _boxes(layout, rank, shape)) for rank in some]
     for placements in islice(_candidates(layout, mesh, shape), MAX_TRIED):
-        found = _read_or_none(mesh, placements, shape)
-        if found is None or any(_boxes(found, rank, shape) != mine for rank, mine in probes):
+        try:
+            found = Placed(mesh, placements).layout(shape)
+        except LayoutError:
             continue
-        if found.same_as(layout, shape):
+        matches = all(_boxes(found, rank, shape) == mine for rank, mine in probes)
+        if matches and found.same_as(layout, shape):
             return placements
     return None
-
-
-def _read_or_none(
-    mesh: Mesh, placements: tuple[Placement, ...], shape: tuple[int, ...]
-) -> Layout | None:
-    try:
-        return read_placements(mesh, placements, None, shape)
-    except LayoutError:
-        return None
-
-
-def _probes(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> list[tuple[int, list[Box]]]:
-    """The boxes of a few ranks, which rule out most candidates without a look at all ranks."""
-    ranks = mesh.ranks
-    some = {ranks[0], ranks[len(ranks) // 2], ranks[-1]}
-    return [(rank, _boxes(layout, rank, shape)) for rank in some]
 
 
 def _boxes(layout: Layout, rank: int, shape: tuple[int, ...]) -> list[Box]:

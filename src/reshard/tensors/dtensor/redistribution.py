@@ -27,8 +27,8 @@ from reshard.live.api import skip_exchange
 from reshard.live.failure.cleanup import with_ticket
 from reshard.live.session.session import Ticket
 from reshard.planning.plans import ONE
-from reshard.tensors.dtensor.boxes import BoxMove, Placed, box_move
-from reshard.tensors.dtensor.placements import OPS, as_placed, layout_from, mesh_of, read_placements
+from reshard.tensors.dtensor.boxes import BoxMove, box_move
+from reshard.tensors.dtensor.placements import OPS, Placed, layout_from, mesh_of, positive_dims
 from reshard.tensors.dtensor.reductions import LocalWork, work_for
 from reshard.tensors.dtensor.wrapping import (
     Reading,
@@ -144,7 +144,7 @@ class Redistribution:
 
     def _local_shape(self) -> tuple[int, ...]:
         if self.boxes is not None:
-            return self.boxes.have.local_shape(self.boxes.shape, this_rank())
+            return self.boxes.local_shape(this_rank())
         return self.move.have.local_shape(this_rank(), self.move.shape)
 
     def _move_local(self, ticket: Ticket, local: torch.Tensor | None, grad: bool) -> torch.Tensor:
@@ -172,7 +172,7 @@ def redistribution(
     ``sent`` is a dtype to which it is cast before the move, ``cast`` the one of the result.
     """
     mesh, shape = target[0], tuple(tensor.shape)
-    placed = as_placed(target[1], shape)
+    placed = positive_dims(target[1], shape)
     if len(placed) != mesh.ndim:
         layout_from(mesh, placed, shape)  # raises what is wrong with them
     if placed == tensor.placements:
@@ -182,16 +182,17 @@ def redistribution(
     work = work_for(tuple(mesh.shape), tensor.placements, placed, getattr(torch, dtype))
     before, after = (tensor.placements, placed) if work is None else (work.have, work.want)
     kinds = (dtype, result) if work is None else work.dtypes(dtype, result)
-    boxes = None
+    boxes, destination = None, Placed(mesh_of(mesh), after, *reading)
     try:
         have, expected = expected_of(tensor, before)
-        order, nested = reading
-        want = read_placements(mesh_of(mesh), after, order, shape, nested)
+        want = destination.layout(shape)
     except LayoutError:
-        boxes = _boxes(tensor, before, after, reading, kinds[0])
+        source = Placed(destination.mesh, before, *reading_of(tensor._spec))
+        boxes = box_move(source, destination, shape)  # raises if anything is wrong with them
+        boxes.check(kinds[0])
         have, want = boxes.layouts
         inside = mesh.get_coordinate() is not None
-        expected = boxes.have.local_shape(shape, this_rank()) if inside else None
+        expected = boxes.local_shape(this_rank()) if inside else None
     check_shape_of(tensor, expected, "they are read here")
     moved_shape = shape if boxes is None else boxes.whole
     move = move_between(have, want, moved_shape, *kinds, settings.memory)
@@ -211,7 +212,7 @@ def is_special(tensor: DTensor, target: Sequence[Any]) -> bool:
     pending = [one for one in both if isinstance(one, Partial)]
     if not pending:
         return False
-    sizes, placed = tuple(tensor.device_mesh.shape), as_placed(placements, tensor.shape)
+    sizes, placed = tuple(tensor.device_mesh.shape), positive_dims(placements, tensor.shape)
     if any(one.reduce_op not in OPS for one in pending):
         return True
     return work_for(sizes, tensor.placements, placed, tensor.dtype) is not None
@@ -225,21 +226,6 @@ def expressible(tensor: DTensor) -> tuple[Placement, ...] | None:
         plain = (Shard, Replicate)
         return tuple(one if isinstance(one, plain) else Replicate() for one in tensor.placements)
     return None
-
-
-def _boxes(
-    tensor: DTensor,
-    before: tuple[Placement, ...],
-    after: tuple[Placement, ...],
-    reading: Reading,
-    dtype: str,
-) -> BoxMove:
-    """The same move as boxes; raises what is wrong with the placements, if anything is."""
-    mesh = mesh_of(tensor.device_mesh)
-    have = Placed(mesh, before, *reading_of(tensor._spec))
-    boxes = box_move(have, Placed(mesh, after, *reading), tuple(tensor.shape))
-    boxes.check(dtype)
-    return boxes
 
 
 def redistribute(

@@ -12,7 +12,7 @@ Mesh dims of size 1 are ignored, as in torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -47,8 +47,8 @@ class LocalWork:
     """The exponent of a p-norm that is reduced."""
     divisor: int = 1
     """The number of addends of averages that are reduced as a part of a sum."""
-    shares: tuple[tuple[int, Partial], ...] = ()
-    """The mesh dims along which the result becomes addends, and their placements."""
+    shares: tuple[tuple[int, Any], ...] = ()
+    """The mesh dims along which the result becomes addends, and their ``Partial``s."""
 
     @property
     def needs_wide(self) -> bool:
@@ -108,16 +108,18 @@ def work_for(
 ) -> LocalWork | None:
     """The local work around a move; None if a layout expresses the reductions as they are."""
     pairs = [*zip(sizes, have, want, strict=True)]
-    reduced = [at for at, (n, old, new) in enumerate(pairs) if n > 1 and _is_reduced(old, new)]
-    kept = [at for at, (_, old, new) in enumerate(pairs) if old.is_partial() and old == new]
+    pending = [(at, n, old != new) for at, (n, old, new) in enumerate(pairs) if old.is_partial()]
+    reduced = [at for at, n, changes in pending if changes and n > 1]
+    kept = [at for at, _, changes in pending if not changes]
     shares = [at for at, (_, old, new) in enumerate(pairs) if new.is_partial() and old != new]
+    divided = [at for at in shares if sizes[at] > 1]
     kinds = {_kind(have[at]) for at in (*reduced, *kept)}
     plain = all(type(one) is Partial for one in (*have, *want) if one.is_partial())
     if plain and not shares and len(kinds) < 2:
         return None
     _check_kinds(have, kinds)
     _check_masks(have, want, kept)
-    _check_shares(want, [at for at in shares if sizes[at] > 1], dtype)
+    _check_shares(want, divided, dtype)
     op = _one_word({_kind(have[at]) for at in reduced} if len(kinds) < 2 else kinds)
     simple = [
         (Partial(op) if at in kept or at in reduced else _reduce(old), _reduce(new))
@@ -131,21 +133,8 @@ def work_for(
         tuple(have[at] for at in reduced if hasattr(have[at], "mask_buffer")),
         next((norm for at in reduced if (norm := getattr(have[at], "norm_type", None))), None),
         prod(sizes[at] for at in averages),
-        tuple(_shares(want, shares, sizes)),
+        tuple((at, want[at]) for at in divided),
     )
-
-
-def _is_reduced(old: Placement, new: Placement) -> bool:
-    return old.is_partial() and old != new
-
-
-def _shares(
-    want: Placements, axes: Sequence[int], sizes: Sequence[int]
-) -> Iterator[tuple[int, Partial]]:
-    for at in axes:
-        placement = want[at]
-        if sizes[at] > 1 and isinstance(placement, Partial):
-            yield at, placement
 
 
 def _reduce(placement: Placement) -> Placement:

@@ -16,13 +16,12 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from reshard.errors import LayoutError, TensorError
 from reshard.layout.box import row_major
 from reshard.layout.layout import Layout
-from reshard.layout.mesh import Mesh
 from reshard.tensors.dtensor.placements import (
+    Placed,
     ShardOrder,
-    as_placed,
     mesh_of,
     nested_layout,
-    read_placements,
+    positive_dims,
 )
 from reshard.tensors.kinds import this_rank, wait_ready
 
@@ -52,8 +51,8 @@ def expected_of(
 ) -> tuple[Layout, tuple[int, ...] | None]:
     """The layout that a DTensor has by these placements, and this rank's local shape."""
     spec, rank = tensor._spec, this_rank()
-    mesh, (order, nested) = mesh_of(spec.mesh, rank), reading_of(spec)
-    return _expected(mesh, placements, order, tensor.shape, nested, rank)
+    placed = Placed(mesh_of(spec.mesh, rank), placements, *reading_of(spec))
+    return _expected(placed, tensor.shape, rank)
 
 
 def reading_of(spec: DTensorSpec) -> Reading:
@@ -71,37 +70,27 @@ def check_shape_of(tensor: DTensor, expected: tuple[int, ...] | None, by: str) -
 
 
 def _expected(
-    mesh: Mesh,
-    placements: tuple[Placement, ...],
-    order: ShardOrder,
-    shape: tuple[int, ...],
-    nested: bool,
-    rank: int,
+    placed: Placed, shape: tuple[int, ...], rank: int
 ) -> tuple[Layout, tuple[int, ...] | None]:
     """The layout and this rank's local shape; None where the rank is not in the mesh."""
-    kept = _expected_if_nested(mesh, placements, order, shape, nested, rank)
+    kept = _expected_if_nested(placed, shape, rank)
     if kept is not None:
         return kept
-    layout = read_placements(mesh, placements, order, tuple(shape), nested)
-    inside = mesh.index(rank) is not None
+    layout = placed.layout(tuple(shape))
+    inside = placed.mesh.index(rank) is not None
     return layout, layout.local_shape(rank, tuple(shape)) if inside else None
 
 
 @lru_cache(maxsize=2048)
 def _expected_if_nested(
-    mesh: Mesh,
-    placements: tuple[Placement, ...],
-    order: ShardOrder,
-    shape: tuple[int, ...],
-    nested: bool,
-    rank: int,
+    placed: Placed, shape: tuple[int, ...], rank: int
 ) -> tuple[Layout, tuple[int, ...] | None] | None:
     """The same where the layout is small; otherwise None."""
     shape = tuple(shape)
-    layout = nested_layout(mesh, placements, order, shape, nested)
+    layout = nested_layout(placed, shape)
     if layout is None:
         return None
-    return layout, None if mesh.index(rank) is None else layout.local_shape(rank, shape)
+    return layout, None if placed.mesh.index(rank) is None else layout.local_shape(rank, shape)
 
 
 def _differs(tensor: DTensor, by: str, expected: tuple[int, ...]) -> str:
@@ -117,7 +106,7 @@ def _differs(tensor: DTensor, by: str, expected: tuple[int, ...]) -> str:
 def _advice(tensor: DTensor, held: tuple[int, ...]) -> str:
     shape, mesh = tuple(tensor.shape), mesh_of(tensor.device_mesh)
     try:
-        other = read_placements(mesh, tensor.placements, None, shape, nested=False)
+        other = Placed(mesh, tensor.placements, nested=False).layout(shape)
     except LayoutError:
         other = None
     if other is not None and other.local_shape(this_rank(), shape) == held:
@@ -179,8 +168,8 @@ def dtensor_of(
     after rows if not given. Nothing is communicated; gradients flow back to the local tensor.
     """
     sizes, rank = tuple(shape), this_rank()
-    placed = as_placed(placements, sizes)
-    layout, expected = _expected(mesh_of(device_mesh, rank), placed, None, sizes, True, rank)
+    placed = positive_dims(placements, sizes)
+    layout, expected = _expected(Placed(mesh_of(device_mesh, rank), placed), sizes, rank)
     local = _part(local, device_mesh, layout, expected, dtype)
     strides = tuple(row_major(sizes) if stride is None else stride)
     if local.requires_grad:
