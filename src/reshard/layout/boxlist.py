@@ -1,6 +1,6 @@
 """Any layout as a list of disjoint boxes, each with the ranks that hold it.
 
-Regular layouts have tables (see ``regions``) and are listed only when the other side of a move
+Regular layouts have tables (see ``grid``) and are listed only when the other side of a move
 must be. Explicit boxes may overlap across ranks; they are cut until each box has one set of
 holders:
 

@@ -5,7 +5,7 @@ part per dim, and the ranks that hold a region follow by arithmetic from the str
 
     place in the mesh = place of the region + one of the offsets of its replicas
 
-What no table can say (explicit boxes, flattened tensors, lost ranks) is listed in ``listed``.
+What no table can say (explicit boxes, flattened tensors, lost ranks) is listed in ``boxlist``.
 Neither knows where an element sits in a local tensor: that is a question to the layout.
 """
 

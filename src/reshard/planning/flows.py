@@ -153,21 +153,12 @@ class Flow:
         if len(cells.size):
             yield Transfers(cells, runs, here, here, here * 0, here * 0, here * 0, 0)
 
-    def units(self, cells: Cells, most: int) -> Ints:
-        """The largest whole part (a row, a plane, a tensor) of each cell of at most this size."""
-        unit = np.ones(len(cells.size), dtype=np.int64)
-        block = unit
-        for dim in reversed(range(cells.width.shape[1])):
-            block = block * cells.width[:, dim]
-            unit = np.where(block <= most, block, unit)
-        return unit
-
     def _cut(self, cells: Cells) -> Transfers:
         """Cut cells where slots of senders begin, then where slots of relays begin.
 
         Where addends are added up, every holder sends, and only relays' slots count.
         """
-        times, unit = len(self.stack.names), self.units(cells, self.unit)
+        times, unit = len(self.stack.names), cells.units(self.unit)
         runs = Runs.whole(cells.size * times)
         source = np.full(len(runs.cell), -1, dtype=np.int64)
         if not self.adds:

@@ -64,7 +64,7 @@ class Rows:
     @cached_property
     def units(self) -> Ints:
         """Slices of each row end between whole parts of this many elements."""
-        return self.flow.units(self.transfers.cells, self.slot.unit)[self.transfers.runs.cell]
+        return self.transfers.cells.units(self.slot.unit)[self.transfers.runs.cell]
 
     def rounds(self) -> range:
         """The rounds in which these rows may move."""

@@ -72,6 +72,14 @@ class Cells:
         columns = ([getattr(part, each.name) for part in parts] for each in fields(cls))
         return cls(*map(np.concatenate, columns))
 
+    def units(self, most: int) -> Ints:
+        """The largest whole part (a row, a plane, a tensor) of each cell of at most this size."""
+        unit = block = np.ones(len(self.size), dtype=np.int64)
+        for width in self.width.T[::-1]:
+            block = block * width
+            unit = np.where(block <= most, block, unit)
+        return unit
+
     def take(self, rows: Ints) -> Cells:
         """The cells at these places."""
         return Cells(*(getattr(self, each.name)[rows] for each in fields(self)))

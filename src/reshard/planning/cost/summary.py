@@ -241,8 +241,7 @@ def needs_of(flow: Flow) -> tuple[int, int]:
     geometry, stack = flow.geometry, flow.stack
     times = len(stack.names) * stack.itemsize
     if flow.adds:
-        rows = list(flow.everything())
-        moved = ((int(r.sizes[r.source != r.destination].sum()), r.hop) for r in rows)
+        moved = ((int(s.rows.sizes @ s.served), s.rows.hop) for s in flow.streams())
         return sum(size * stack.itemsize_at(hop) for size, hop in moved), 0
     copied = int(geometry.copied_elements()[1].sum())
     return (geometry.wanted_elements() - copied) * times, copied * times
