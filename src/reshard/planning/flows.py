@@ -242,7 +242,7 @@ def lacking(geometry: Geometry, held: LineSet, wanting: LineSet) -> Mask:
     at = wanting.find(geometry.kinds.receive[of], held.members[some])
     has = np.bincount(at, sizes[of], len(wanting.members))
     lacks: Mask = has < geometry.wanting.amounts[wanting.line_of]
-    all_hold = np.bincount(wanting.line_of, lacks, len(wanting.counts)) == 0
+    all_hold: Mask = np.bincount(wanting.line_of, lacks, len(wanting.counts)) == 0
     return lacks | all_hold[wanting.line_of]
 
 

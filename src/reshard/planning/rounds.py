@@ -273,7 +273,8 @@ def _uses(flow: Flow, world: Ints) -> Uses:
     if flow.adds:
         added = flow.accumulated()
         use(added.destination, added, flow.accumulator_itemsize)
-    return Uses(*map(np.concatenate, zip(*found, strict=True)), len(world))
+    place, part, num_bytes, elements = map(np.concatenate, zip(*found, strict=True))
+    return Uses(place, part, num_bytes, elements, len(world))
 
 
 def _regular_load(flow: Flow, world: Ints, family: object) -> Load:

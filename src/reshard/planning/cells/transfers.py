@@ -130,10 +130,18 @@ class Transfers:
 
     def take(self, rows: Ints) -> Transfers:
         """The rows at these places."""
-        columns = (self.source, self.destination, self.send_line, self.line, self.part)
-        taken = (column[rows] for column in columns)
-        runs = self.runs.take(rows)
-        return Transfers(self.cells, runs, *taken, self.hop, self.addend, self.again)
+        return Transfers(
+            self.cells,
+            self.runs.take(rows),
+            self.source[rows],
+            self.destination[rows],
+            self.send_line[rows],
+            self.line[rows],
+            self.part[rows],
+            self.hop,
+            self.addend,
+            self.again,
+        )
 
     def of_rank(self, rank: int) -> Iterator[Transfers]:
         """The rows that a rank sends or receives."""
