@@ -28,7 +28,6 @@ grammar and knows neither meshes nor shapes; `Layout` gives the words their mean
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any, NoReturn, TypeVar
@@ -213,11 +212,13 @@ class _Parser:
 
     def _axes_once(self, words: Words) -> None:
         """Each axis has one job: a dim, ``flat``, ``on`` or a pending reduction."""
-        for axis, times in Counter(words.axes).items():
-            if times > 1:
+        seen: set[str] = set()
+        for axis in words.axes:
+            if axis in seen:
                 self._fail(
                     f"axis {quoted(axis)} appears twice", "an axis has one place in a layout"
                 )
+            seen.add(axis)
         for cut in chain(*words.dims, words.flat):
             for segment in cut.segments if isinstance(cut, Packed) else ():
                 self._axes_once(Words((segment.cuts,)))
