@@ -15,16 +15,13 @@ Then single ranks are looked at row by row, in ``row_proof``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from reshard.errors import MemoryCapError, ProofError
 from reshard.layout.box import Box
 from reshard.layout.boxlist import piece_columns
-from reshard.layout.columns import Ints, sized_cache
+from reshard.layout.columns import Ints, SizedCache
 from reshard.layout.coverage import first_overlapping_rows
-from reshard.layout.layout import Layout
 from reshard.layout.spec import TensorSpec
 from reshard.planning.flows import Flow
 from reshard.planning.plans import Plan
@@ -35,15 +32,13 @@ from reshard.planning.row_proof import (
     check_ranks,
     first_outside,
     tensor_groups,
+    without_dims,
     wrong_runs,
 )
 from reshard.planning.sharing import LineSet
 from reshard.text import format_bytes
 
 __all__ = ["check_plan"]
-
-Pieces = Callable[[Layout, tuple[int, ...], int], tuple[Ints, Ints]]
-"""The starts and the stops of the pieces of a rank; as many as fit into memory are kept."""
 
 
 def check_plan(plan: Plan, memory: int) -> None:
@@ -54,13 +49,7 @@ def check_plan(plan: Plan, memory: int) -> None:
             f"the proof of this plan needs about {format_bytes(needed)} and memory= gives it "
             f"{format_bytes(memory)}: raise memory="
         )
-
-    @sized_cache(memory - needed, lambda pieces, *_: 600 + sum(side.nbytes for side in pieces))
-    def pieces_of(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[Ints, Ints]:
-        starts, stops, *_ = piece_columns(layout, rank, shape)
-        return starts, stops
-
-    groups = list(tensor_groups(plan))
+    groups, pieces_of = list(tensor_groups(plan)), _Pieces(memory - needed)
     written = {id(stack): np.zeros(len(plan.world), dtype=np.int64) for stack in plan.stacks}
     for flow in plan.flows:
         _check_parts(flow)
@@ -69,6 +58,22 @@ def check_plan(plan: Plan, memory: int) -> None:
     for group in groups:
         _check_totals(plan, group, written, pieces_of)
     check_ranks(plan, groups)
+
+
+class _Pieces:
+    """The pieces of ranks by spec; as many as fit are kept for stacks with the same layouts."""
+
+    def __init__(self, memory: int) -> None:
+        self._kept: SizedCache[tuple[int, tuple[int, ...], int], tuple[Ints, Ints]]
+        self._kept = SizedCache(memory)
+
+    def __call__(self, spec: TensorSpec, rank: int) -> tuple[Ints, Ints]:
+        key = (id(spec.layout), spec.shape, rank)
+        found = self._kept.get(key)
+        if found is None:
+            starts, stops, *_ = piece_columns(spec.layout, rank, spec.shape)
+            found = self._kept.put(key, (starts, stops), 600 + starts.nbytes + stops.nbytes)
+        return found
 
 
 def _bytes_needed(plan: Plan) -> int:
@@ -112,7 +117,7 @@ def _check_parts(flow: Flow) -> None:
             )
 
 
-def _check_cells(flow: Flow, pieces_of: Pieces) -> None:
+def _check_cells(flow: Flow, pieces_of: _Pieces) -> None:
     """Every cell is inside a piece of each rank of its two lines, and overlaps no other of them."""
     geometry, stack, feed = flow.geometry, flow.stack, flow.stack.feed
     cells = geometry.all()
@@ -121,7 +126,7 @@ def _check_cells(flow: Flow, pieces_of: Pieces) -> None:
         (stack.want, feed.want_insert, cells.receive_line, cells.want_low, geometry.wanting),
     )
     for spec, insert, line, low, lines in sides:
-        low, width = (np.delete(one, insert, axis=1) for one in (low, cells.width))
+        low, width = (without_dims(one, insert) for one in (low, cells.width))
         _check_inside(flow, spec, line, low, width, lines, pieces_of)
     line = cells.receive_line[:, None]
     low = np.concatenate([line, cells.want_low], axis=1)
@@ -139,7 +144,7 @@ def _check_inside(
     low: Ints,
     width: Ints,
     lines: LineSet,
-    pieces_of: Pieces,
+    pieces_of: _Pieces,
 ) -> None:
     """Cells are inside pieces of all ranks of their lines; equal pieces are looked at once."""
     used = np.bincount(line, minlength=len(lines.counts)) > 0
@@ -147,7 +152,7 @@ def _check_inside(
     variants: list[dict[int, tuple[int, Ints, Ints]]] = []
     for at, rank in zip(lines.line_of.tolist(), lines.members.tolist(), strict=True):
         if used[at]:
-            starts, stops = pieces_of(spec.layout, spec.shape, rank)
+            starts, stops = pieces_of(spec, rank)
             known, key = seen.setdefault(at, set()), starts.tobytes() + stops.tobytes()
             if key not in known:
                 if len(known) == len(variants):
@@ -195,7 +200,7 @@ def _written(flow: Flow, world: Ints) -> Ints:
 
 
 def _check_totals(
-    plan: Plan, group: TensorGroup, written: dict[int, Ints], pieces_of: Pieces
+    plan: Plan, group: TensorGroup, written: dict[int, Ints], pieces_of: _Pieces
 ) -> None:
     """Every rank writes as many elements of a tensor as it wants."""
     total = np.zeros(len(plan.world), dtype=np.int64)
@@ -203,7 +208,7 @@ def _check_totals(
         if id(stack) in group.stacks:
             total += written[id(stack)] // len(stack.names)
     for at, rank in enumerate(plan.world.tolist()):
-        starts, stops = pieces_of(group.spec.layout, group.spec.shape, rank)
+        starts, stops = pieces_of(group.spec, rank)
         wanted, count = _num_elements(starts, stops), int(total[at])
         for box in group.fills:
             count += _num_elements(np.maximum(starts, box.start), np.minimum(stops, box.stop))

@@ -34,6 +34,7 @@ __all__ = [
     "check_ranks",
     "first_outside",
     "tensor_groups",
+    "without_dims",
     "wrong_runs",
 ]
 
@@ -152,6 +153,11 @@ def tensor_groups(plan: Plan) -> Iterator[TensorGroup]:
             yield TensorGroup(name, spec, {id(plan.stacks[n]) for n in numbers}, boxes)
 
 
+def without_dims(columns: Ints, inserted: Sequence[int]) -> Ints:
+    """The columns of a tensor's own dims, without those that only the other side has."""
+    return np.delete(columns, inserted, axis=1) if inserted else columns
+
+
 def _check_rank(mine: RankPlan, groups: Iterable[TensorGroup]) -> None:
     written: dict[int, dict[int, list[Rows]]] = {}
     for rows in [*mine.receives.rows, *mine.copies.rows]:
@@ -225,7 +231,7 @@ def _whole_cells(rank: int, written: Sequence[Rows]) -> tuple[Ints, Ints]:
         )
     low, width = np.split(table[new, : 2 * dims], 2, axis=1)
     inserted = stack.feed.want_insert
-    return np.delete(low, inserted, axis=1), np.delete(width, inserted, axis=1)
+    return without_dims(low, inserted), without_dims(width, inserted)
 
 
 def wrong_runs(new: Mask, start: Ints, stop: Ints, size: Ints) -> tuple[Ints, Ints]:
@@ -316,7 +322,7 @@ def _check_held(rows: Rows, rank: int) -> None:
             f"rank {rank} reads {have[row].tolist()} of {stack.label} for "
             f"{want[row].tolist()}, which are other elements"
         )
-    low, width = (np.delete(one, stack.feed.have_insert, axis=1) for one in (have, width))
+    low, width = (without_dims(one, stack.feed.have_insert) for one in (have, width))
     starts, stops, *_ = piece_columns(stack.have.layout, rank, stack.have.shape)
     outside = first_outside(low, width, starts, stops)
     if outside is not None:
