@@ -111,47 +111,37 @@ class _Machine:
 
     def pack(self, step: Step) -> Array:
         """The elements of a step, in the dtype that travels."""
-        have, want = self.specs[0][step.have_name].dtype, self.specs[1][step.name].dtype
-        held = have if step.hop == 0 else want
-        return cast(self._read(step), held, step.dtype).copy()
+        if step.hop == 0:
+            view = self._view(0, step.have_name, step.have_box)
+            return cast(view, self.specs[0][step.have_name].dtype, step.dtype).copy()
+        view = self._view(1, step.name, step.box)
+        return cast(view, self.specs[1][step.name].dtype, step.dtype).copy()
 
     def finish(self, number: int, messages: Mapping[int, list[Array]]) -> None:
         """Copy what stays here, unpack what arrived, and add up addends in order."""
-        addends: dict[tuple[str, Box], list[tuple[int, Array, Step]]] = {}
         arrived = {source: iter(parts) for source, parts in messages.items()}
-        for step in self.plan.copies.of_round(number):
-            self._place(step, self.pack(step), addends)
-        for step in self.plan.receives.of_round(number):
-            self._place(step, next(arrived[step.source]), addends)
+        here = [(step, self.pack(step)) for step in self.plan.copies.of_round(number)]
+        received = self.plan.receives.of_round(number)
+        addends: dict[tuple[str, Box], list[tuple[Step, Array]]] = {}
+        for step, part in [*here, *((step, next(arrived[step.source])) for step in received)]:
+            if step.addend >= 0:
+                addends.setdefault((step.name, step.box), []).append((step, part))
+            else:
+                self._write(step, cast(part, step.dtype, self.specs[1][step.name].dtype))
         for parts in addends.values():
             self._reduce(parts)
 
-    def _place(
-        self,
-        step: Step,
-        part: Array,
-        addends: dict[tuple[str, Box], list[tuple[int, Array, Step]]],
-    ) -> None:
-        if step.addend >= 0:
-            addends.setdefault((step.name, step.box), []).append((step.addend, part, step))
-            return
-        view = self._view(1, step.name, step.box)
-        view[...] = cast(part, step.dtype, self.specs[1][step.name].dtype).reshape(view.shape)
-
-    def _reduce(self, parts: list[tuple[int, Array, Step]]) -> None:
-        step = parts[0][2]
+    def _reduce(self, parts: list[tuple[Step, Array]]) -> None:
+        step = parts[0][0]
         have, want = self.specs[0][step.have_name], self.specs[1][step.name]
         op = have.layout.reduce[0] if have.layout.reduce else "sum"
-        ordered = [part for _, part, _ in sorted(parts, key=lambda part: part[0])]
+        ordered = [part for _, part in sorted(parts, key=lambda one: one[0].addend)]
         self.staged += ordered[0].size * itemsize(accumulator(have.dtype))
-        value = reduce_in_order(op, ordered, have.dtype, want.dtype)
+        self._write(step, reduce_in_order(op, ordered, have.dtype, want.dtype))
+
+    def _write(self, step: Step, value: Array) -> None:
         view = self._view(1, step.name, step.box)
         view[...] = value.reshape(view.shape)
-
-    def _read(self, step: Step) -> Array:
-        if step.hop == 0:
-            return self._view(0, step.have_name, step.have_box)
-        return self._view(1, step.name, step.box)
 
     def _view(self, side: int, name: str, box: Box) -> Array:
         """A box of a local array, found through the piece that contains it."""

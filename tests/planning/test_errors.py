@@ -77,6 +77,8 @@ BAD: list[tuple[str, Callable[[], object], type[rs.ReshardError], tuple[str, ...
      (NAME, "1 word", "(8, 4)", "2 dims", '"..."')),
     ("words of the source in a plan", lambda: plan("tp - -", "tp -"), rs.LayoutError,
      (NAME, "3 words", "2 dims", '"..."')),
+    ("segments of different axes in a plan", lambda: plan("tp -", "{4 (dp tp), 5 dp} -"),
+     rs.LayoutError, (NAME, 'layout "{4 (dp tp), 5 dp} -" on mesh dp=2 tp=4', "9", "8", "equal")),
     ("ragged sizes in a plan", lambda: plan("tp -", "tp[1,2,3,4] -"), rs.LayoutError,
      (NAME, "tp[1,2,3,4]", "10", "8", "equal")),
     ("packed sizes in a plan", lambda: plan("- tp{2,1}", "tp -"), rs.LayoutError,

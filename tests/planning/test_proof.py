@@ -67,3 +67,18 @@ def test_the_proof_counts_what_is_filled_with_zeros(row: int, gets: int) -> None
     plan.fills = (replace(fill, box=rs.Box((row, 0), (13, 6))),)
     with pytest.raises(rs.ProofError, match=f'rank 1 wants 36 elements of "w" and gets {gets}'):
         plan.check()
+
+
+def test_the_proof_notices_another_order_of_rows() -> None:
+    """Messages have no names: what one rank packs the other must unpack in the same order."""
+    have = rs.Layout(rs.Mesh(dp=2), "dp:1 -")
+    plan = rs.plan(have, SERVERS, shape=(8, 8))
+    plan.check()
+    tampered(plan, backwards, "receives")
+    with pytest.raises(rs.ProofError, match="rank 0 sends to rank 8 is not what rank 8 expects"):
+        plan.check()
+
+
+def backwards(rows: Rows) -> Rows:
+    order = np.arange(len(rows.transfers))[::-1]
+    return replace(rows, transfers=rows.transfers.take(order))

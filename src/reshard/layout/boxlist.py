@@ -1,6 +1,6 @@
 """Any layout as a list of disjoint boxes, each with the ranks that hold it.
 
-Regular layouts have tables (see ``regions``) and are listed only when the other side of a move
+Regular layouts have tables (see ``grid``) and are listed only when the other side of a move
 must be. Explicit boxes may overlap across ranks; they are cut until each box has one set of
 holders:
 
@@ -64,13 +64,9 @@ def listed_of(layout: Layout, shape: tuple[int, ...]) -> Listed:
         rank: piece_columns(layout, rank, shape) for rank in layout.ranks if rank not in lost
     }
     alike = not isinstance(layout, BoxLayout) and not any(map(is_mixed, layout.dims(shape)))
-    if alike and not is_mixed(layout.words.flat):
-        return _grouped(columns, len(shape))
-    held: dict[Box, set[int]] = {}
-    for rank, (starts, stops, *_) in columns.items():
-        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
-            held.setdefault(Box(tuple(start), tuple(stop)), set()).add(rank)
-    return _from_mapping(_disjoint(held), len(shape))
+    alike = alike and not is_mixed(layout.words.flat)
+    listed = _grouped(columns, len(shape), alike)
+    return listed if alike else _disjoint(listed)
 
 
 Columns = tuple[Ints, Ints, Ints, Ints]
@@ -150,28 +146,26 @@ def _on_intervals(
     return starts, stops, of[box]
 
 
-def _grouped(columns: Mapping[int, Columns], num_dims: int) -> Listed:
-    """Boxes that are equal or disjoint, each once, with all their holders."""
+def _grouped(columns: Mapping[int, Columns], num_dims: int, alike: bool) -> Listed:
+    """Equal boxes once, with all their holders; where all are ``alike``, one start is one box."""
     none = np.zeros((0, num_dims), dtype=np.int64)
     starts = np.concatenate([none, *(one[0] for one in columns.values())])
     stops = np.concatenate([none, *(one[1] for one in columns.values())])
     ranks = np.repeat(
         np.array([*columns], dtype=np.int64), [len(one[0]) for one in columns.values()]
     )
-    order = np.lexsort([ranks, *starts.T[::-1]])
-    starts, stops, ranks = starts[order], stops[order], ranks[order]
+    corners = starts if alike else np.concatenate([starts, stops], axis=1)
+    order = np.lexsort([ranks, *corners.T[::-1]])
+    starts, stops, ranks, corners = starts[order], stops[order], ranks[order], corners[order]
     new = np.ones(len(starts), dtype=bool)
-    new[1:] = (starts[1:] != starts[:-1]).any(axis=1)
+    new[1:] = (corners[1:] != corners[:-1]).any(axis=1)
     first = np.flatnonzero(new)
     return Listed(starts[first], stops[first], np.append(first, len(starts)), ranks)
 
 
 def _list_grid(grid: Grid, lost: Iterable[int]) -> Listed:
     starts, stops, regions = grid.boxes()
-    ranks = np.concatenate(
-        [grid.holders(regions, addend) for addend in range(len(grid.addends))], axis=1
-    )
-    ranks.sort(axis=1)
+    ranks = grid.holders(regions)
     kept = ~contained(ranks, np.array([*lost], dtype=np.int64))
     return Listed(starts, stops, offsets(kept.sum(axis=1)), ranks[kept])
 
@@ -191,27 +185,27 @@ def _merge(lists: list[Listed]) -> Listed:
     )
 
 
-def _from_mapping(held: Mapping[Box, set[int]], num_dims: int) -> Listed:
-    boxes = sorted(held)
-    return Listed(
-        *box_columns(boxes, num_dims),
-        offsets(np.array([len(held[box]) for box in boxes], dtype=np.int64)),
-        np.array([rank for box in boxes for rank in sorted(held[box])], dtype=np.int64),
-    )
-
-
-def _disjoint(held: Mapping[Box, set[int]]) -> dict[Box, set[int]]:
+def _disjoint(listed: Listed) -> Listed:
     """Cut boxes that partly overlap until none do; a box of two origins has the holders of both."""
-    boxes = sorted(held)
-    table = _from_mapping(held, len(boxes[0].start) if boxes else 0)
-    left, right = overlapping_pairs(table.starts, table.stops, table.starts, table.stops)
-    crossing = {int(i) for i in left[left != right]}
-    done = {box: held[box] for i, box in enumerate(boxes) if i not in crossing}
-    pending = [(boxes[i], held[boxes[i]]) for i in sorted(crossing)]
+    corners = listed.starts, listed.stops
+    left, right = overlapping_pairs(*corners, *corners)
+    crossing = {*left[left != right].tolist()}
+    if not crossing:
+        return listed
+    done: list[tuple[Box, set[int]]] = []
     apart: list[tuple[Box, set[int]]] = []
-    for box, ranks in pending:
-        apart = _insert(apart, box, ranks)
-    return done | dict(apart)
+    for number, (start, stop) in enumerate(zip(*corners, strict=True)):
+        box, ranks = Box(tuple(start), tuple(stop)), {*listed.of(number).tolist()}
+        if number in crossing:
+            apart = _insert(apart, box, ranks)
+        else:
+            done.append((box, ranks))
+    held = sorted([*done, *apart], key=lambda one: one[0])
+    return Listed(
+        *box_columns([box for box, _ in held], listed.starts.shape[1]),
+        offsets(np.array([len(ranks) for _, ranks in held], dtype=np.int64)),
+        np.array([rank for _, ranks in held for rank in sorted(ranks)], dtype=np.int64),
+    )
 
 
 def _insert(
@@ -258,10 +252,9 @@ def _owners_in_grid(grid: Grid, box: Box) -> Iterable[Owners]:
         intervals = dim.starts[kept], dim.stops[kept], dim.parts[kept]
         near.append(DimTable(*intervals, dim.places, dim.axes))
     starts, stops, regions = replace(grid, dims=tuple(near)).boxes()
-    for start, stop, region in zip(starts, stops, regions, strict=True):
-        ranks = [grid.holders(region[None], a) for a in range(len(grid.addends))]
-        holders = tuple(sorted(map(int, np.concatenate(ranks, axis=1).ravel())))
-        yield Owners(Box(tuple(start), tuple(stop)) & box, holders)
+    ranks = grid.holders(regions).tolist()
+    for start, stop, held in zip(starts, stops, ranks, strict=True):
+        yield Owners(Box(tuple(start), tuple(stop)) & box, tuple(held))
 
 
 class LocalPieces:

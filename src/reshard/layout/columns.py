@@ -6,7 +6,7 @@ the first call, which costs more than planning a whole model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from functools import wraps
 from typing import Generic, ParamSpec, TypeVar
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 __all__ = [
     "Ints",
     "SizedCache",
+    "blocks",
     "contained",
     "distinct",
     "distinct_first",
@@ -90,6 +91,16 @@ def spread(first: Ints, counts: Ints) -> tuple[Ints, Ints]:
     """
     row = np.repeat(np.arange(len(counts)), counts)
     return row, np.arange(len(row)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+
+
+def blocks(counts: Ints, most: int) -> Iterator[range]:
+    """All rows in ranges that have at most so many entries, or one row."""
+    ends, first = np.cumsum(counts), 0
+    while first < len(ends):
+        done = ends[first] - counts[first]
+        last = max(first + 1, int(np.searchsorted(ends, done + most, side="right")))
+        yield range(first, last)
+        first = last
 
 
 def contained(values: Ints, others: Ints) -> NDArray[np.bool_]:

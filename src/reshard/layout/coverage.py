@@ -241,21 +241,18 @@ def _pairs_by_dim(low: Ints, high: Ints) -> Iterator[tuple[Ints, Ints]]:
     """All pairs of rows that overlap in the dim where the fewest do, in batches."""
     import numpy as np
 
+    from reshard.layout.columns import blocks, spread
+
     searches = []
     for start, stop in zip(low.T, high.T, strict=True):
         order = np.argsort(start, kind="stable")
         counts = np.searchsorted(start[order], stop[order]) - np.arange(1, len(order) + 1)
         searches.append((order, counts))
     order, counts = min(searches, key=lambda search: int(search[1].sum()))
-    ends = np.cumsum(counts)
-    first = 0
-    while first < len(order):
-        done = int(ends[first] - counts[first])
-        last = max(first + 1, int(np.searchsorted(ends, done + PAIRS_AT_ONCE, side="right")))
-        one = np.repeat(np.arange(first, last), counts[first:last])
-        before = np.repeat(ends[first:last] - counts[first:last] - done, counts[first:last])
-        yield order[one], order[one + 1 + np.arange(len(one)) - before]
-        first = last
+    for some in blocks(counts, PAIRS_AT_ONCE):
+        rows = slice(some.start, some.stop)
+        one, other = spread(np.arange(some.start + 1, some.stop + 1), counts[rows])
+        yield order[rows][one], order[other]
 
 
 def missing_boxes(region: Box, boxes: Iterable[Box]) -> tuple[Box, ...]:

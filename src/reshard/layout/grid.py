@@ -5,18 +5,17 @@ part per dim, and the ranks that hold a region follow by arithmetic from the str
 
     place in the mesh = place of the region + one of the offsets of its replicas
 
-What no table can say (explicit boxes, flattened tensors, lost ranks) is listed in ``listed``.
+What no table can say (explicit boxes, flattened tensors, lost ranks) is listed in ``boxlist``.
 Neither knows where an element sits in a local tensor: that is a question to the layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
-from typing import TypeVar
 
 import numpy as np
 
@@ -26,12 +25,10 @@ from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.mesh import Mesh
 from reshard.layout.words import Cut, Cuts, Packed, axes_of, check_sum, is_mixed, tiling
 
-__all__ = ["DimTable", "Grid", "Ints", "addend_of", "grids_of", "num_addends"]
+__all__ = ["DimTable", "Grid", "Ints", "addend_of", "grids_of", "num_addends", "stacked"]
 
 MAX_BOXES = 1 << 26
 """Boxes that are listed at once; beyond, memory would not suffice."""
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -58,10 +55,8 @@ class Grid:
 
     mesh: Mesh
     dims: tuple[DimTable, ...]
-    free: Ints
-    """The offsets of the replicas of a region from its place."""
-    addends: Ints
-    """The offsets of the addends of a pending reduction; one 0 where there is none."""
+    replicas: Ints
+    """The offsets of the ranks that hold a region, or an addend of it, from its place."""
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -76,22 +71,18 @@ class Grid:
     @cached_property
     def ranks(self) -> Ints:
         """The rank at each place of the mesh."""
-        ranks = self.mesh.ranks
-        if isinstance(ranks, range):
-            return np.arange(ranks.start, ranks.stop, ranks.step, dtype=np.int64)
-        return np.array(ranks, dtype=np.int64)
+        return _array(self.mesh.ranks)
 
     def parts_of(self, regions: Ints) -> tuple[Ints, ...]:
         """The part of each dim that each region is made of."""
         return np.unravel_index(regions, self.shape) if self.dims else ()
 
-    def holders(self, regions: Ints, addend: int = 0) -> Ints:
-        """The ranks that hold each region, one row per region."""
-        places = np.full(len(regions), self.addends[addend], dtype=np.int64)
+    def holders(self, regions: Ints) -> Ints:
+        """The ranks that hold each region, or an addend of it, one row of rising ranks each."""
+        places = np.zeros(len(regions), dtype=np.int64)
         for dim, parts in zip(self.dims, self.parts_of(regions), strict=True):
             places += dim.places[parts]
-        found: Ints = self.ranks[places[:, None] + self.free[None, :]]
-        return found
+        return np.sort(self.ranks[places[:, None] + self.replicas], axis=1)
 
     @cached_property
     def region_at(self) -> Ints:
@@ -100,9 +91,7 @@ class Grid:
         places = np.zeros((), dtype=np.int64)
         for dim in self.dims:
             places = places[..., None] + dim.places
-        offsets = (self.addends[:, None] + self.free[None, :]).ravel()
-        every = places.reshape(-1, 1) + offsets[None, :]
-        at[every] = np.arange(self.num_regions)[:, None]
+        at[places.reshape(-1, 1) + self.replicas] = np.arange(self.num_regions)[:, None]
         return at
 
     def region_of(self, rank: int) -> int | None:
@@ -122,13 +111,14 @@ class Grid:
         parts = [dim.parts[i] for dim, i in pairs]
         regions = np.ravel_multi_index(parts, self.shape) if parts else np.zeros(1, np.int64)
         return (
-            _columns([dim.starts[i] for dim, i in pairs], count),
-            _columns([dim.stops[i] for dim, i in pairs], count),
+            stacked([dim.starts[i] for dim, i in pairs], count),
+            stacked([dim.stops[i] for dim, i in pairs], count),
             regions.astype(np.int64),
         )
 
 
-def _columns(arrays: Sequence[Ints], count: int) -> Ints:
+def stacked(arrays: Sequence[Ints], count: int) -> Ints:
+    """One column per dim and ``count`` rows, also where there is no dim."""
     return np.stack(arrays, axis=1) if arrays else np.zeros((count, 0), dtype=np.int64)
 
 
@@ -151,10 +141,13 @@ def grids_of(layout: Layout, shape: tuple[int, ...]) -> tuple[Grid, ...] | None:
         return None
     per_dim = []
     for cuts, size in zip(layout.dims(shape), shape, strict=True):
-        groups = _groups(cuts, size)
-        if groups is None:
-            return None
-        per_dim.append([_table(layout, group) for group in groups])
+        try:
+            groups = _groups(cuts, size)
+            if groups is None:
+                return None
+            per_dim.append([_table(layout, group) for group in groups])
+        except LayoutError as error:
+            raise LayoutError(f'layout "{layout}" on mesh {layout.mesh}: {error}') from None
     return tuple(_grid(layout, dims) for dims in product(*per_dim))
 
 
@@ -253,21 +246,14 @@ def _blocks(layout: Layout, cut: Cut, lengths: Ints, num: int) -> tuple[Ints, In
 def _tiling(layout: Layout, cut: Cut, length: int, num: int) -> tuple[Ints, Ints]:
     if isinstance(cut, Packed):
         sizes = [segment.size for segment in cut.segments]
-        _explained(layout, lambda: check_sum(cut, sizes, length))
+        check_sum(cut, sizes, length)
         axes = axes_of((cut,))
         at = np.cumsum([0, *sizes])
         found = [_partition(layout, s.cuts, s.size, axes) for s in cut.segments]
         starts = [start + first for first, (start, _) in zip(at, found, strict=False)]
         return np.concatenate(starts), np.concatenate([part for _, part in found])
-    tiles = _explained(layout, lambda: tiling(cut, length, num))
+    tiles = tiling(cut, length, num)
     return _array(tiles.starts), _array(tiles.owners)
-
-
-def _explained(layout: Layout, call: Callable[[], _T]) -> _T:
-    try:
-        return call()
-    except LayoutError as error:
-        raise LayoutError(f'layout "{layout}" on mesh {layout.mesh}: {error}') from None
 
 
 def _array(values: Sequence[int]) -> Ints:
@@ -278,16 +264,13 @@ def _array(values: Sequence[int]) -> Ints:
 
 def _grid(layout: Layout, dims: Sequence[DimTable]) -> Grid:
     used = {axis for dim in dims for axis in dim.axes}
-    reduced = layout.reduce[1] if layout.reduce else ()
     on = dict(layout.words.on)
-    free = addends = np.zeros(1, dtype=np.int64)
+    replicas = np.zeros(1, dtype=np.int64)
     for axis, size in layout.mesh.axes.items():
-        steps = np.array(on.get(axis, range(size)), dtype=np.int64) * layout.mesh.stride(axis)
-        if axis in reduced:
-            addends = (addends[:, None] + steps).ravel()
-        elif axis not in used:
-            free = (free[:, None] + steps).ravel()
-    return Grid(layout.mesh, tuple(dims), free, addends)
+        if axis not in used:
+            steps = _array(on.get(axis, range(size))) * layout.mesh.stride(axis)
+            replicas = (replicas[:, None] + steps).ravel()
+    return Grid(layout.mesh, tuple(dims), replicas)
 
 
 @sized_cache(16 << 20, lambda found, layout: 128 * len(found) + layout.num_bytes)

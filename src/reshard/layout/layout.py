@@ -36,7 +36,6 @@ from reshard.layout.words import (
     Packed,
     Ragged,
     Words,
-    axes_of,
     check_shape,
     format_cuts,
     held,
@@ -389,9 +388,7 @@ def _check_countable(shape: Sequence[int]) -> None:
 def _check_words(layout: Layout) -> None:
     """Every axis is the mesh's, every coordinate and every lost rank exists."""
     words, mesh = layout.words, layout.mesh
-    named = [axis for cuts in (*words.dims, words.flat) for axis in axes_of(cuts)]
-    named += [*(words.reduce[1] if words.reduce else ()), *(axis for axis, _ in words.on)]
-    for axis in named:
+    for axis in words.axes:
         if axis not in mesh.axes:
             raise LayoutError(
                 f'layout "{layout}" names axis "{axis}" and mesh {mesh} has '

@@ -28,7 +28,8 @@ grammar and knows neither meshes nor shapes; `Layout` gives the words their mean
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any, NoReturn, TypeVar
 
 from reshard.errors import NotationError
@@ -45,7 +46,6 @@ from reshard.layout.words import (
     Units,
     Words,
     ZigZag,
-    axes_of,
 )
 from reshard.text import quoted
 
@@ -57,6 +57,7 @@ _ORDER = ("on", "reduce", "flat", "without")
 MAX_TEXT = 1 << 20
 MAX_DEPTH = 16
 MAX_ANSWERED = 200
+"""Characters of a text in another notation that is answered in ours."""
 
 _T = TypeVar("_T")
 
@@ -212,23 +213,13 @@ class _Parser:
     def _axes_once(self, words: Words) -> None:
         """Each axis has one job: a dim, ``flat``, ``on`` or a pending reduction."""
         seen: set[str] = set()
-        for axis in self._all_axes(words):
+        for axis in words.axes:
             if axis in seen:
                 self._fail(
                     f"axis {quoted(axis)} appears twice", "an axis has one place in a layout"
                 )
             seen.add(axis)
-
-    def _all_axes(self, words: Words) -> Iterator[str]:
-        for cuts in (*words.dims, words.flat):
-            for cut in cuts:
-                yield from axes_of((cut,))
-            self._packed_once(cuts)
-        yield from (axis for axis, _ in words.on)
-        yield from words.reduce[1] if words.reduce else ()
-
-    def _packed_once(self, cuts: Cuts) -> None:
-        for cut in cuts:
+        for cut in chain(*words.dims, words.flat):
             for segment in cut.segments if isinstance(cut, Packed) else ():
                 self._axes_once(Words((segment.cuts,)))
 
@@ -292,7 +283,6 @@ class _Parser:
         raise NotationError(f"layout {quoted(self.text)}: {what}: {hint}")
 
 
-MAX_TYPED = 200
 _PLACEMENT = re.compile(
     r"(_StridedShard|Shard|Replicate|Partial)\((?:dim=)?(\d{0,2})[^)]*\)", re.ASCII
 )
@@ -301,7 +291,7 @@ _PLACEMENT = re.compile(
 def from_placements(axes: Iterable[str], placements: object) -> str | None:
     """What DTensor's placements are in the notation, for who types them as a layout; else None."""
     if isinstance(placements, str):
-        typed = _PLACEMENT.finditer(placements if len(placements) <= MAX_TYPED else "")
+        typed = _PLACEMENT.finditer(placements if len(placements) <= MAX_ANSWERED else "")
         listed = [(found[1], int(found[2] or 0)) for found in typed]
     else:
         made: list[Any] = [*placements] if isinstance(placements, list | tuple) else [placements]

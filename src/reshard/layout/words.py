@@ -176,6 +176,17 @@ class Words:
             parts.append(f"without {format_ranks(self.without)}")
         return " | ".join(parts)
 
+    @property
+    def axes(self) -> list[str]:
+        """Every axis that is named; once for each cut that names it, and each other place.
+
+        >>> Words(((Chunk("tp"), Chunk("dp")),), on=(("pp", (1,)),), reduce=("sum", ("cp",))).axes
+        ['tp', 'dp', 'cp', 'pp']
+        """
+        cuts = [cut for word in (*self.dims, self.flat) for cut in word]
+        named = [axis for cut in cuts for axis in axes_of((cut,))]
+        return [*named, *(self.reduce[1] if self.reduce else ()), *(axis for axis, _ in self.on)]
+
     def expand(self, num_dims: int) -> tuple[Cuts, ...] | None:
         """The cuts of each of ``num_dims`` dims, or None if the words do not fit."""
         missing = num_dims - len(self.dims)

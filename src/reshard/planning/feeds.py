@@ -42,13 +42,13 @@ def feeds_of(
 ) -> tuple[list[Feed], tuple[Box, ...]] | list[str]:
     """The feeds of a destination tensor and the boxes left to zeros, or the names that lack."""
     source, captured = _match(name, names)
+    source = Take(source) if isinstance(source, str) else source
     match source:
         case Join():
             needed = [fill_in(part, captured) for part in source.names]
         case Stacked():
             needed = list(_stacked_names(source, want, captured))
-        case str() | Take():
-            source = Take(source) if isinstance(source, str) else source
+        case Take():
             needed = [fill_in(source.name, captured)]
         case _:
             raise PlanError(f'names["{name}"] is {source!r}: give a name, take, join or stack')
@@ -56,8 +56,14 @@ def feeds_of(
     if missing:
         return missing
     specs = [have[part] for part in needed]
-    feeds = list(_feeds(name, want, source, needed, specs))
-    return feeds, _unfed(name, want, source, feeds)
+    match source:
+        case Join():
+            return [*_joined(name, want, source, needed, specs)], ()
+        case Stacked():
+            return [*_stacked(name, want, source, needed, specs)], ()
+        case Take():
+            feed = _taken(name, want, source, needed[0], specs[0])
+            return [feed], _unfed(want, feed) if source.pad else ()
 
 
 def _match(name: str, names: Names) -> tuple[Source, dict[str, str]]:
@@ -92,18 +98,6 @@ def _stacked_names(source: Stacked, want: TensorSpec, captured: Mapping[str, str
     count = want.shape[source.dim] if 0 <= source.dim < len(want.shape) else 0
     for number in range(min(count, MAX_STACKED)):
         yield fill_in(names[0], {free[0]: str(number)})
-
-
-def _feeds(
-    name: str, want: TensorSpec, source: Source, names: Sequence[str], specs: Sequence[TensorSpec]
-) -> Iterator[Feed]:
-    match source:
-        case Join():
-            yield from _joined(name, want, source, names, specs)
-        case Stacked():
-            yield from _stacked(name, want, source, names, specs)
-        case Take():
-            yield _taken(name, want, source, names[0], specs[0])
 
 
 def _whole(shape: Sequence[int]) -> tuple[Segments, ...]:
@@ -210,11 +204,11 @@ def _advice(have: TensorSpec, want: TensorSpec) -> str:
     )
 
 
-def _unfed(name: str, want: TensorSpec, source: Source, feeds: Sequence[Feed]) -> tuple[Box, ...]:
+def _unfed(want: TensorSpec, feed: Feed) -> tuple[Box, ...]:
     """The boxes of a padded destination that no source fills."""
-    if not isinstance(source, Take) or not source.pad or not feeds[0].moves:
+    if not feed.moves:
         return ()
-    kept = [m for dim, m in enumerate(feeds[0].moves) if dim not in feeds[0].want_insert]
+    kept = [m for dim, m in enumerate(feed.moves) if dim not in feed.want_insert]
     fed = Box((0,) * len(want.shape), tuple(segments[0][2] for segments in kept))
     return Box.whole(want.shape) - fed
 

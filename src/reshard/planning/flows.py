@@ -17,20 +17,19 @@ from functools import cached_property
 import numpy as np
 
 from reshard.dtypes import accumulator, itemsize
-from reshard.layout.columns import Ints
+from reshard.layout.columns import Ints, blocks
 from reshard.planning.cells.listed import ListedGeometry, listed_geometries
 from reshard.planning.cells.regular import RegularGeometry, regular_geometry
 from reshard.planning.cells.transfers import (
     AnyRows,
     Cells,
     Fan,
-    Lined,
     Mask,
     Transfers,
     raise_uncovered,
 )
 from reshard.planning.classes import Stack
-from reshard.planning.sharing import Job, LineSet, Loads, Runs, Slots, blocks, repeated, share
+from reshard.planning.sharing import Job, LineSet, Loads, Runs, Slots, repeated, share
 
 __all__ = ["AT_ONCE", "Flow", "flows_of", "grain_of", "lacking", "share_plainly"]
 
@@ -86,21 +85,21 @@ class Flow:
             for rows in self._all_streams:
                 yield from rows.of_rank(rank)
             return
-        sent = self._cut(self.geometry.sent_by(rank))
+        sent = self._cut(self.geometry.cells_of(sender=rank))
         yield sent.take(np.flatnonzero((sent.source == rank) & (sent.destination != rank)))
-        parts = self._cut(self.geometry.wanted_by(rank))
+        parts = self._cut(self.geometry.cells_of(receiver=rank))
         yield parts.take(np.flatnonzero((parts.destination == rank) & (parts.source != rank)))
         if self.most > 1:
             yield from self._passed_on(parts).of_rank(rank)
 
     def everything(self) -> Iterator[Transfers]:
         """Every row of every rank; some may have one rank on both sides."""
-        for rows in self._all_streams if self.geometry.listed else self._streams():
+        for rows in self.streams():
             if isinstance(rows, Transfers):
                 yield rows
-                continue
-            for some in blocks(rows.wanting.counts[rows.rows.line], AT_ONCE):
-                yield from rows.listed(np.arange(some.start, some.stop))
+            if isinstance(rows, Fan):
+                for some in blocks(rows.wanting.counts[rows.rows.line], AT_ONCE):
+                    yield from rows.listed(np.arange(some.start, some.stop))
 
     def streams(self) -> Iterator[AnyRows]:
         """The same rows, with those that a rank sends to all of a line together."""
@@ -112,8 +111,8 @@ class Flow:
 
     def _streams(self) -> Iterator[Transfers | Fan]:
         if isinstance(self.geometry, RegularGeometry):
-            for lined in self.geometry.blocks(AT_ONCE):
-                parts = self._cut(lined)
+            for cells in self.geometry.blocks(AT_ONCE):
+                parts = self._cut(cells)
                 yield parts
                 if self.most > 1:
                     yield self._passed_on(parts)
@@ -154,32 +153,23 @@ class Flow:
         if len(cells.size):
             yield Transfers(cells, runs, here, here, here * 0, here * 0, here * 0, 0)
 
-    def units(self, cells: Cells, most: int) -> Ints:
-        """The largest whole part (a row, a plane, a tensor) of each cell of at most this size."""
-        unit = np.ones(len(cells.size), dtype=np.int64)
-        block = unit
-        for dim in reversed(range(cells.width.shape[1])):
-            block = block * cells.width[:, dim]
-            unit = np.where(block <= most, block, unit)
-        return unit
-
-    def _cut(self, lined: Lined) -> Transfers:
+    def _cut(self, cells: Cells) -> Transfers:
         """Cut cells where slots of senders begin, then where slots of relays begin.
 
         Where addends are added up, every holder sends, and only relays' slots count.
         """
-        times, unit = len(self.stack.names), self.units(lined.cells, self.unit)
-        runs = Runs.whole(lined.cells.size * times)
+        times, unit = len(self.stack.names), cells.units(self.unit)
+        runs = Runs.whole(cells.size * times)
         source = np.full(len(runs.cell), -1, dtype=np.int64)
         if not self.adds:
-            runs, _, slot = runs.split(self.sending, lined.send_line, lined.send_at * times, unit)
+            runs, _, slot = runs.split(self.sending, cells.send_line, cells.send_at * times, unit)
             source = self.sending.ranks[slot]
         runs, old, slot = runs.split(
-            self.receiving, lined.receive_line, lined.receive_at * times, unit
+            self.receiving, cells.receive_line, cells.receive_at * times, unit
         )
-        ends = (lined.send_line[runs.cell], lined.receive_line[runs.cell])
+        ends = (cells.send_line[runs.cell], cells.receive_line[runs.cell])
         relay, part = self.receiving.ranks[slot], np.arange(len(slot))
-        return Transfers(lined.cells, runs, source[old], relay, *ends, part, 0)
+        return Transfers(cells, runs, source[old], relay, *ends, part, 0)
 
     def first_sums(self) -> Iterator[Transfers]:
         """Rows from the holders of addends to the ranks that add them up, one list per addend."""
@@ -246,13 +236,14 @@ def lacking(geometry: Geometry, held: LineSet, wanting: LineSet) -> Mask:
     Given those that hold what they want, by kind, and all that want it: ranks, or hosts.
     """
     assert geometry.kinds is not None
-    sizes = np.bincount(geometry.kinds.of, geometry.all().cells.size, len(held.counts))
+    sizes = np.bincount(geometry.kinds.of, geometry.all().size, len(held.counts))
     some = np.flatnonzero(sizes[held.line_of])
     of = held.line_of[some]
     at = wanting.find(geometry.kinds.receive[of], held.members[some])
     has = np.bincount(at, sizes[of], len(wanting.members))
     lacks: Mask = has < geometry.wanting.amounts[wanting.line_of]
-    return lacks | wanting.none_of(lacks)
+    all_hold: Mask = np.bincount(wanting.line_of, lacks, len(wanting.counts)) == 0
+    return lacks | all_hold[wanting.line_of]
 
 
 def _with_direct(flows: list[Flow]) -> list[Flow]:
@@ -284,12 +275,10 @@ def _has_few(flow: Flow) -> bool:
 
 def _sent(flow: Flow) -> Ints:
     """Bytes that each rank sends, first-hand and passed on."""
-    found = np.zeros(int(flow.geometry.senders.members.max(initial=0)) + 1, dtype=np.int64)
-    for rows in flow.everything():
-        some = np.flatnonzero(rows.source != rows.destination)
-        sizes = rows.sizes[some] * flow.stack.itemsize_at(rows.hop)
-        sent = np.bincount(rows.source[some], weights=sizes).astype(np.int64)
-        if len(sent) > len(found):
-            found, sent = sent, found
-        found[: len(sent)] += sent
+    ranks = np.append(flow.geometry.senders.members, flow.geometry.wanting.members)
+    found = np.zeros(int(ranks.max(initial=0)) + 1, dtype=np.int64)
+    for stream in flow.streams():
+        sizes = stream.rows.sizes * flow.stack.itemsize_at(stream.rows.hop)
+        for ranks, num_bytes in stream.sent(sizes):
+            np.add.at(found, ranks, num_bytes)
     return found

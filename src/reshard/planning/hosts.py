@@ -22,19 +22,18 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.layout.columns import Ints, contained, distinct, numbered
+from reshard.layout.columns import Ints, blocks, contained, distinct, numbered
 from reshard.planning.cells.listed import (
     Home,
     HostLines,
     ListedGeometry,
     Stations,
-    before,
     listed_geometries,
 )
 from reshard.planning.cells.transfers import AnyRows, Fan, HostFan, Mask, Transfers
 from reshard.planning.classes import Stack
 from reshard.planning.flows import AT_ONCE, Flow, grain_of, lacking, share_plainly
-from reshard.planning.sharing import Job, LineSet, Loads, Slots, blocks, repeated, share
+from reshard.planning.sharing import Job, LineSet, Loads, Slots, repeated, share
 
 __all__ = ["HostFlow", "host_flows"]
 
@@ -80,7 +79,7 @@ class HostFlow(Flow):
         """Every row of every rank, as many parts at a time as have few rows."""
         line = self.parts().line
         for some in blocks(self.geometry.wanting.counts[line], AT_ONCE):
-            at, station = repeated(self.wanting.of_line, line[some.start : some.stop])
+            at, station = repeated(self.wanting.lines.first, line[some.start : some.stop])
             yield from self._deliver(at + some.start, station, None)
 
     def for_rank(self, rank: int) -> Iterator[Transfers]:
@@ -104,13 +103,13 @@ class HostFlow(Flow):
     def _own(self) -> Ints:
         """The station of each part's relay."""
         parts = self.parts()
-        return self.wanting.find(parts.line, self.home(parts.destination))
+        return self.wanting.lines.find(parts.line, self.home(parts.destination))
 
     @cached_property
     def _held_at_home(self) -> Mask:
         """Where some rank of the relay's host holds the part."""
         parts = self.parts()
-        held: Mask = self.holding.find(parts.send_line, self.home(parts.destination)) >= 0
+        held: Mask = self.holding.lines.find(parts.send_line, self.home(parts.destination)) >= 0
         return held
 
     @cached_property
@@ -124,11 +123,11 @@ class HostFlow(Flow):
     def _first_needy(self) -> Ints:
         """For each part the first station, from its relay's on, where no rank holds it."""
         parts, station = self.parts(), self._own
-        begin, end = self.wanting.of_line[parts.line], self.wanting.of_line[parts.line + 1]
+        begin, end = self.wanting.lines.first[parts.line], self.wanting.lines.first[parts.line + 1]
         kind, held = self._kind, self.hosts.after_held
         # Once more for those that came to the end of their line and begin anew.
         for _ in range(2):
-            at = self.hosts.common.find(kind, self.wanting.host[station])
+            at = self.hosts.common.find(kind, self.wanting.lines.members[station])
             after = np.where(at >= 0, np.append(held, 0)[at], station)
             station = np.where(after == end, begin, after)
         return station
@@ -170,7 +169,7 @@ class HostFlow(Flow):
         stations of so many ranks, if nobody there held it."""
         wanting, hosts = self.wanting, self.hosts
         keys, kind = numbered(self._kind[mine] * size + self.turn[mine] % size)
-        row, at = repeated(hosts.first, keys // size)
+        row, at = repeated(hosts.common.first, keys // size)
         station = hosts.wanted_at[at]
         some = np.flatnonzero(wanting.counts[station] == size)
         entry = wanting.members[wanting.first[station[some]] + keys[row[some]] % size]
@@ -181,7 +180,7 @@ class HostFlow(Flow):
         all hosts but the relay's own: to an entry rank, which passes it on."""
         hosts, holding, lacking = self.hosts, self.holding, self.hosts.lacking
         period, counts = math.lcm(holders, lackers), holding.counts[hosts.held_at]
-        every = LineSet.plain(hosts.first, np.arange(len(hosts.host)))
+        every = LineSet.plain(hosts.common.first, np.arange(len(hosts.held_at)))
         pairs = every.only((counts == holders) & (lacking.counts == lackers))
         mine = np.flatnonzero(pairs.counts[self._kind])
         keys, line = numbered(self._kind[mine] * period + self.turn[mine] % period)
@@ -190,7 +189,7 @@ class HostFlow(Flow):
         entry = lacking.members[lacking.first[pair] + turn % lackers]
         entries, order = LineSet.sorted(row, entry, len(keys))
         pair, turn = pair[order], turn[order]
-        own = hosts.common.find(self._kind[mine], self.wanting.host[self._own[mine]])
+        own = hosts.common.find(self._kind[mine], self.wanting.lines.members[self._own[mine]])
         here = (own >= 0) & (counts[own] == holders) & (lacking.counts[own] == lackers)
         entry = lacking.first[own] + self.turn[mine] % np.where(here, lackers, 1)
         apart = np.where(here, lacking.members[np.where(here, entry, 0)], -1)
@@ -208,16 +207,16 @@ class HostFlow(Flow):
     def _pairs_of(self, rank: int) -> tuple[Ints, Ints]:
         """The parts and the stations that a rank has to do with, in the order of the parts."""
         parts, here = self.parts(), int(self.home(np.array([rank]))[0])
-        wanted = self.wanting.find(parts.line, np.full(len(parts), here))
+        wanted = self.wanting.lines.find(parts.line, np.full(len(parts), here))
         rows = [np.flatnonzero(wanted >= 0)]
         stations = [wanted[rows[0]]]
         plain = np.flatnonzero((parts.source == rank) & ~self._held_at_home)
-        plain = plain[self.wanting.host[self._own[plain]] != here]
+        plain = plain[self.wanting.lines.members[self._own[plain]] != here]
         rows.append(plain)
         stations.append(self._own[plain])
         chosen = np.flatnonzero(parts.destination == rank)
-        row, station = repeated(self.wanting.of_line, parts.line[chosen])
-        away = np.flatnonzero(self.wanting.host[station] != here)
+        row, station = repeated(self.wanting.lines.first, parts.line[chosen])
+        away = np.flatnonzero(self.wanting.lines.members[station] != here)
         rows.append(chosen[row[away]])
         stations.append(station[away])
         row = np.concatenate(rows)
@@ -229,7 +228,7 @@ class HostFlow(Flow):
         if not len(at):
             return
         parts, send = self.parts(), self.parts().send_line
-        held = self.holding.find(send[at], self.wanting.host[station])
+        held = self.holding.lines.find(send[at], self.wanting.lines.members[station])
         pair, member = repeated(self.wanting.first, station)
         member = self.wanting.members[member]
         some = np.flatnonzero(held[pair] >= 0)
@@ -359,7 +358,7 @@ def _aims(parts: Sequence[HostJob], loads: Loads, num: Ints) -> tuple[NDArray[np
     for stack, geometry, hosts in parts:
         itemsize, wanting = stack.itemsize * len(stack.names), hosts.wanting.lines
         amounts = geometry.receivers.amounts * itemsize
-        held = np.bincount(hosts.kinds.of, geometry.cells.cells.size, len(hosts.counts)) * itemsize
+        held = np.bincount(hosts.kinds.of, geometry.cells.size, len(hosts.common.counts)) * itemsize
         for lines, sizes in ((wanting, amounts), (hosts.common, -held)):
             at = loads.find(lines.members)
             received += np.bincount(at, sizes[lines.line_of], len(received))
@@ -393,7 +392,7 @@ def _share_over_hosts(
         amounts = lines.amounts * len(stack.names)
         times = stations.lines.counts - 1 if passes else 1
         whole.append(LineSet(amounts, lines.first, stations.members))
-        sets = LineSet(amounts, stations.of_line, stations.host)
+        sets = replace(stations.lines, amounts=amounts)
         jobs.append((sets, some, stack.itemsize, times))
     for (stack, _, hosts), given in zip(parts, share(jobs, loads, grain), strict=True):
         stations = hosts.wanting if passes else hosts.holding
@@ -405,23 +404,18 @@ def _share_over_hosts(
 
 def _entering_only(geometry: ListedGeometry, hosts: HostLines) -> ListedGeometry:
     """The same cells, of which only those that must enter some host count for their senders."""
-    lined, senders = geometry.cells, geometry.senders
-    enters = hosts.counts[hosts.kinds.of] < hosts.wanting.lines.counts[lined.receive_line]
-    sizes = lined.cells.size * enters
-    amounts = np.bincount(lined.send_line, weights=sizes, minlength=len(senders.counts))
-    return replace(
-        geometry,
-        cells=replace(lined, send_at=before(lined.send_line, sizes, len(senders.counts))),
-        senders=LineSet(amounts.astype(np.int64), senders.first, senders.members),
-    )
+    cells = geometry.cells
+    enters = hosts.common.counts[hosts.kinds.of] < hosts.wanting.lines.counts[cells.receive_line]
+    senders, send_at = geometry.senders.laid_out(cells.send_line, cells.size * enters)
+    return replace(geometry, cells=replace(cells, send_at=send_at), senders=senders)
 
 
 def _add_local(ranks: Loads, stack: Stack, geometry: ListedGeometry, hosts: HostLines) -> None:
     """What ranks send inside their host: cells that a rank of it holds and another one lacks."""
     served = hosts.lacking.counts > 0
-    cell, at = repeated(hosts.first, hosts.kinds.of)
+    cell, at = repeated(hosts.common.first, hosts.kinds.of)
     cell, held = cell[served[at]], hosts.held_at[at[served[at]]]
     row, member = repeated(hosts.holding.first, held)
-    sizes = geometry.cells.cells.size[cell] * len(stack.names) * stack.itemsize
+    sizes = geometry.cells.size[cell] * len(stack.names) * stack.itemsize
     each = sizes // hosts.holding.counts[held]
     np.add.at(ranks.loads, ranks.find(hosts.holding.members[member]), each[row])

@@ -31,8 +31,8 @@ from reshard.planning.row_proof import (
     TensorGroup,
     check_ranks,
     first_outside,
-    kept_dims,
     tensor_groups,
+    without_dims,
     wrong_runs,
 )
 from reshard.planning.sharing import LineSet
@@ -119,16 +119,16 @@ def _check_parts(flow: Flow) -> None:
 
 def _check_cells(flow: Flow, pieces_of: _Pieces) -> None:
     """Every cell is inside a piece of each rank of its two lines, and overlaps no other of them."""
-    lined, stack, feed = flow.geometry.all(), flow.stack, flow.stack.feed
-    cells, geometry = lined.cells, flow.geometry
+    geometry, stack, feed = flow.geometry, flow.stack, flow.stack.feed
+    cells = geometry.all()
     sides = (
-        (stack.have, feed.have_insert, lined.send_line, cells.have_low, geometry.senders),
-        (stack.want, feed.want_insert, lined.receive_line, cells.want_low, geometry.wanting),
+        (stack.have, feed.have_insert, cells.send_line, cells.have_low, geometry.senders),
+        (stack.want, feed.want_insert, cells.receive_line, cells.want_low, geometry.wanting),
     )
     for spec, insert, line, low, lines in sides:
-        keep = kept_dims(low, insert)
-        _check_inside(flow, spec, line, low[:, keep], cells.width[:, keep], lines, pieces_of)
-    line = lined.receive_line[:, None]
+        low, width = (without_dims(one, insert) for one in (low, cells.width))
+        _check_inside(flow, spec, line, low, width, lines, pieces_of)
+    line = cells.receive_line[:, None]
     low = np.concatenate([line, cells.want_low], axis=1)
     high = np.concatenate([line + 1, cells.want_low + cells.width], axis=1)
     crossing = first_overlapping_rows(low, high)

@@ -18,7 +18,7 @@ from reshard.planning.classes import Fill
 from reshard.planning.flows import Flow
 from reshard.planning.rounds import Slot, slice_edges
 
-__all__ = ["RankPlan", "RankRound", "Step", "Steps"]
+__all__ = ["RankPlan", "RankRound", "Rows", "Step", "Steps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,15 @@ class Rows:
     slot: Slot
     transfers: Transfers
 
+    @property
+    def num_bytes(self) -> Ints:
+        """Bytes of each row, once."""
+        return self.transfers.sizes * self.flow.stack.itemsize_at(self.transfers.hop)
+
     @cached_property
-    def _units(self) -> Ints:
-        """Slices end between whole parts of this many elements."""
-        return self.flow.units(self.transfers.cells, self.slot.unit)[self.transfers.runs.cell]
+    def units(self) -> Ints:
+        """Slices of each row end between whole parts of this many elements."""
+        return self.transfers.cells.units(self.slot.unit)[self.transfers.runs.cell]
 
     def rounds(self) -> range:
         """The rounds in which these rows may move."""
@@ -71,7 +76,7 @@ class Rows:
         if turn is None:
             none = np.zeros(0, dtype=np.int64)
             return none, none, none
-        runs, slot, (phase, part), units = self.transfers.runs, self.slot, turn, self._units
+        runs, slot, (phase, part), units = self.transfers.runs, self.slot, turn, self.units
         low = slice_edges(runs.start, runs.stop, units, slot.slices, part)
         high = slice_edges(runs.start, runs.stop, units, slot.slices, part + 1)
         kept = np.flatnonzero((low < high) & (self.transfers.part % slot.phases == phase))
@@ -130,10 +135,7 @@ class Steps(Sequence[Step]):
     @property
     def num_bytes(self) -> int:
         """Bytes of all steps."""
-        return sum(
-            int(one.transfers.sizes.sum()) * one.flow.stack.itemsize_at(one.transfers.hop)
-            for one in self.rows
-        )
+        return sum(int(one.num_bytes.sum()) for one in self.rows)
 
     def of_round(self, number: int) -> list[Step]:
         """The steps of one round."""

@@ -20,6 +20,7 @@ import numpy as np
 from reshard.errors import MemoryCapError
 from reshard.layout.columns import Ints
 from reshard.planning.cells.regular import RegularGeometry
+from reshard.planning.cells.transfers import Transfers
 from reshard.planning.classes import Stack
 from reshard.planning.flows import Flow
 from reshard.text import format_bytes
@@ -259,26 +260,21 @@ def _width(stack: Stack, itemsize: int) -> int:
 
 def _uses(flow: Flow, world: Ints) -> Uses:
     """Both ends of every row of every rank, and the parts in which receivers add up."""
-    none = np.zeros(0, dtype=np.int64)
-    ranks, parts, sizes, elements = [none], [none], [none], [none]
-    for transfers in flow.everything():
-        itemsize = flow.stack.itemsize_at(transfers.hop)
-        moved = np.flatnonzero(transfers.source != transfers.destination)
-        for end in (transfers.source[moved], transfers.destination[moved]):
-            ranks.append(end)
-            parts.append(transfers.part[moved])
-            sizes.append(transfers.sizes[moved] * itemsize)
-            elements.append(np.full_like(end, _width(flow.stack, itemsize)))
+    found: list[tuple[Ints, Ints, Ints, Ints]] = []
+
+    def use(ranks: Ints, rows: Transfers, itemsize: int) -> None:
+        elements = np.full_like(ranks, _width(flow.stack, itemsize))
+        found.append((np.searchsorted(world, ranks), rows.part, rows.sizes * itemsize, elements))
+
+    for rows in flow.everything():
+        moved = rows.take(np.flatnonzero(rows.source != rows.destination))
+        for ranks in (moved.source, moved.destination):
+            use(ranks, moved, flow.stack.itemsize_at(moved.hop))
     if flow.adds:
-        part, wide = flow.accumulated(), flow.accumulator_itemsize
-        ranks.append(part.destination)
-        parts.append(part.part)
-        sizes.append(part.sizes * wide)
-        elements.append(np.full(len(part), _width(flow.stack, wide)))
-    place = np.searchsorted(world, np.concatenate(ranks))
-    return Uses(
-        place, np.concatenate(parts), np.concatenate(sizes), np.concatenate(elements), len(world)
-    )
+        added = flow.accumulated()
+        use(added.destination, added, flow.accumulator_itemsize)
+    place, part, num_bytes, elements = map(np.concatenate, zip(*found, strict=True))
+    return Uses(place, part, num_bytes, elements, len(world))
 
 
 def _regular_load(flow: Flow, world: Ints, family: object) -> Load:

@@ -17,12 +17,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from reshard.errors import ProofError
 from reshard.layout.box import Box
 from reshard.layout.boxlist import piece_columns
-from reshard.layout.columns import Ints, contained, distinct, distinct_first, mixed
+from reshard.layout.columns import Ints, contained, distinct, distinct_first, mixed, numbered
 from reshard.layout.coverage import first_overlapping_rows, missing_boxes, overlapping_pairs
 from reshard.layout.grid import addend_of
 from reshard.layout.spec import TensorSpec
@@ -34,8 +33,8 @@ __all__ = [
     "TensorGroup",
     "check_ranks",
     "first_outside",
-    "kept_dims",
     "tensor_groups",
+    "without_dims",
     "wrong_runs",
 ]
 
@@ -50,21 +49,21 @@ ROW_BYTES = 400
 
 def check_ranks(plan: Plan, groups: Sequence[TensorGroup]) -> None:
     """Look at the rows of one rank after the other."""
-    sent, received = _Exchanges(plan), _Exchanges(plan)
+    exchanges = _Exchanges(plan)
     seen: list[int] = []
     rows = 0
     for rank in _in_turn(plan):
         mine = plan.for_rank(rank)
         _check_rank(mine, groups)
         _check_turns(mine, plan.num_rounds)
-        sent.add(mine.sends.rows)
-        received.add(mine.receives.rows)
+        exchanges.add(mine.sends.rows, 1)
+        exchanges.add(mine.receives.rows, -1)
         seen.append(rank)
         rows += mine.sends.num_rows + mine.receives.num_rows + mine.copies.num_rows
         rows += PER_FLOW * len(plan.flows)
         if rows > MAX_ROWS:
             break
-    pair = sent.first_other(received, np.array(seen, dtype=np.int64))
+    pair = exchanges.first_unequal(np.array(seen, dtype=np.int64))
     if pair is not None:
         raise ProofError(
             f"what rank {pair[0]} sends to rank {pair[1]} is not what rank {pair[1]} expects"
@@ -72,15 +71,16 @@ def check_ranks(plan: Plan, groups: Sequence[TensorGroup]) -> None:
 
 
 class _Exchanges:
-    """What pairs of ranks exchange, as hashes of rows in their order; one list for each rank."""
+    """What pairs of ranks exchange, as hashes of rows in their order: a pair's sum is 0 if its two
+    ranks list the same."""
 
     def __init__(self, plan: Plan) -> None:
         self._span = int(plan.world.max(initial=0)) + 1
         self._pairs: list[Ints] = [np.zeros(0, np.int64)]
-        self._hashes: list[NDArray[np.uint64]] = [np.zeros(0, np.uint64)]
+        self._hashes: list[Ints] = [np.zeros(0, np.int64)]
 
-    def add(self, lists: Iterable[Rows]) -> None:
-        """Add rows that one rank sends, or receives."""
+    def add(self, lists: Iterable[Rows], sign: int) -> None:
+        """Add rows that one rank sends (1), or receives (-1)."""
         for rows in lists:
             transfers = rows.transfers
             low = transfers.cells.have_low[transfers.runs.cell]
@@ -94,28 +94,17 @@ class _Exchanges:
             for column in table[order].T:
                 value = mixed(mixed(value) ^ column)
             self._pairs.append(pairs)
-            self._hashes.append(np.add.reduceat(value, first))
+            self._hashes.append(np.add.reduceat(value, first).view(np.int64) * sign)
 
-    def _between(self, ranks: Ints) -> tuple[Ints, NDArray[np.uint64]]:
-        """The pairs of some ranks in rising order, and their hashes."""
+    def first_unequal(self, ranks: Ints) -> tuple[int, int] | None:
+        """The first pair of these ranks of which one sends what the other does not expect."""
         pairs = np.concatenate(self._pairs)
         known = contained(pairs // self._span, ranks) & contained(pairs % self._span, ranks)
-        some = np.flatnonzero(known)
-        order = some[np.argsort(pairs[some], kind="stable")]
-        return pairs[order], np.concatenate(self._hashes)[order]
-
-    def first_other(self, other: _Exchanges, ranks: Ints) -> tuple[int, int] | None:
-        """The first pair of some ranks that exchanges anything else there."""
-        mine, theirs = self._between(ranks), other._between(ranks)
-        common = min(len(mine[0]), len(theirs[0]))
-        same = np.ones(common, dtype=bool)
-        for one, two in zip(mine, theirs, strict=True):
-            same &= one[:common] == two[:common]
-        if same.all() and len(mine[0]) == len(theirs[0]):
-            return None
-        at = int(np.append(same, False).argmin())
-        found = min(int(pairs[at]) for pairs, _ in (mine, theirs) if at < len(pairs))
-        return found // self._span, found % self._span
+        found, number = numbered(pairs[known])
+        total = np.zeros(len(found), dtype=np.int64)
+        np.add.at(total, number, np.concatenate(self._hashes)[known])
+        unequal = found[total != 0]
+        return divmod(int(unequal[0]), self._span) if len(unequal) else None
 
 
 def _in_turn(plan: Plan) -> list[int]:
@@ -164,16 +153,16 @@ def tensor_groups(plan: Plan) -> Iterator[TensorGroup]:
             yield TensorGroup(name, spec, {id(plan.stacks[n]) for n in numbers}, boxes)
 
 
-def kept_dims(columns: Ints, inserted: Sequence[int]) -> list[int]:
-    """The dims of a tensor, without those that only the other side has."""
-    return [dim for dim in range(columns.shape[1]) if dim not in inserted]
+def without_dims(columns: Ints, inserted: Sequence[int]) -> Ints:
+    """The columns of a tensor's own dims, without those that only the other side has."""
+    return np.delete(columns, inserted, axis=1) if inserted else columns
 
 
 def _check_rank(mine: RankPlan, groups: Iterable[TensorGroup]) -> None:
     written: dict[int, dict[int, list[Rows]]] = {}
     for rows in [*mine.receives.rows, *mine.copies.rows]:
         addends = written.setdefault(id(rows.flow.stack), {})
-        addends.setdefault(max(rows.transfers.addend, 0), []).append(rows)
+        addends.setdefault(rows.transfers.addend, []).append(rows)
     cells = {stack: _same_cells(mine.rank, addends) for stack, addends in written.items()}
     for group in groups:
         found = [cells[stack] for stack in group.stacks if stack in cells]
@@ -199,23 +188,18 @@ def _check_turns(mine: RankPlan, num_rounds: int) -> None:
 def _same_cells(rank: int, addends: dict[int, list[Rows]]) -> tuple[Ints, Ints]:
     """The cells of a stack that a rank writes: every addend has the same, proven whole.
 
-    What is passed on counts with the first addend, for it carries the value.
+    Rows of addend -1 carry the value itself.
     """
-    flow = addends[min(addends)][0].flow
-    num = flow.geometry.num_addends
-    passed = [rows for rows in addends.get(0, []) if rows.transfers.addend < 0]
-    if num > 1:
-        own = [[r for r in addends.get(n, []) if r.transfers.addend >= 0] for n in range(num)]
-        if any(own):
-            tables = [_sorted_table(rows) for rows in own]
-            lacking = [n for n, table in enumerate(tables) if not np.array_equal(table, tables[0])]
-            if lacking:
-                raise ProofError(
-                    f"rank {rank} does not add up the same parts of {flow.stack.label} for addend "
-                    f"{lacking[0]} as for addend 0"
-                )
-        return _whole_cells(rank, [*own[0], *passed])
-    return _whole_cells(rank, addends[0])
+    flow = next(iter(addends.values()))[0].flow
+    own = [addends.get(number, []) for number in range(flow.geometry.num_addends)]
+    tables = [_sorted_table(rows) for rows in own]
+    lacking = [n for n, table in enumerate(tables) if not np.array_equal(table, tables[0])]
+    if lacking:
+        raise ProofError(
+            f"rank {rank} does not add up the same parts of {flow.stack.label} for addend "
+            f"{lacking[0]} as for addend 0"
+        )
+    return _whole_cells(rank, [*own[0], *addends.get(-1, [])])
 
 
 def _sorted_table(rows: Sequence[Rows]) -> Ints:
@@ -245,9 +229,9 @@ def _whole_cells(rank: int, written: Sequence[Rows]) -> tuple[Ints, Ints]:
             f"rank {rank}: a part of box {Box(tuple(low), tuple(low + width))} of "
             f'"{stack.names[tensor][1]}" {what}'
         )
-    cells = table[new]
-    keep = kept_dims(cells[:, :dims], stack.feed.want_insert)
-    return cells[:, :dims][:, keep], cells[:, dims : 2 * dims][:, keep]
+    low, width = np.split(table[new, : 2 * dims], 2, axis=1)
+    inserted = stack.feed.want_insert
+    return without_dims(low, inserted), without_dims(width, inserted)
 
 
 def wrong_runs(new: Mask, start: Ints, stop: Ints, size: Ints) -> tuple[Ints, Ints]:
@@ -338,9 +322,9 @@ def _check_held(rows: Rows, rank: int) -> None:
             f"rank {rank} reads {have[row].tolist()} of {stack.label} for "
             f"{want[row].tolist()}, which are other elements"
         )
-    keep = kept_dims(width, stack.feed.have_insert)
+    low, width = (without_dims(one, stack.feed.have_insert) for one in (have, width))
     starts, stops, *_ = piece_columns(stack.have.layout, rank, stack.have.shape)
-    outside = first_outside(have[:, keep], width[:, keep], starts, stops)
+    outside = first_outside(low, width, starts, stops)
     if outside is not None:
         raise ProofError(
             f'rank {rank} sends box {outside} of "{stack.names[0][0]}", which it does not hold'

@@ -22,7 +22,7 @@ Three forms of the same question, *who of several ranks does how much?*
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -40,9 +40,7 @@ __all__ = [
     "Runs",
     "Slots",
     "balance",
-    "blocks",
     "fill",
-    "find_keys",
     "repeated",
     "share",
 ]
@@ -95,11 +93,6 @@ class Line:
     item: int = 1
     """Shares are whole multiples of this many bytes, as amounts are."""
 
-    @property
-    def crossing(self) -> bool:
-        """Whether a rank is a member of two rows."""
-        return self.members.size != len(distinct(self.members.reshape(-1)))
-
 
 def fill(amounts: Ints, loads: Ints, most: Ints) -> Ints:
     """Share each amount over the members of its row, the least loaded first.
@@ -147,13 +140,15 @@ def balance(lines: Sequence[Line], before: Ints) -> list[Ints]:
 
 
 def _refill(line: Line, shares: Ints, loads: Ints) -> None:
-    """Take a line's shares out of the loads and fill them in again; row by row if rows cross."""
+    """Take a line's shares out of the loads and fill them in again; row by row if rows cross,
+    that is, if a rank is a member of two."""
     if line.members.shape[1] == 1:
         if not shares.any():
             shares[:, 0] = line.amounts
             np.add.at(loads, line.members[:, 0], line.amounts)
         return
-    step = 1 if line.crossing else len(line.amounts)
+    crossing = line.members.size != len(distinct(line.members.reshape(-1)))
+    step = 1 if crossing else len(line.amounts)
     most = np.clip(line.amounts // line.grain, 1, line.members.shape[1])
     for first in range(0, len(line.amounts), max(step, 1)):
         rows = slice(first, first + step)
@@ -214,12 +209,6 @@ class LineSet:
     members: Ints
 
     @classmethod
-    def regular(cls, amounts: Ints, members: Ints) -> LineSet:
-        """Lines with equally many members, one row each."""
-        first = np.arange(len(amounts) + 1, dtype=np.int64) * members.shape[1]
-        return cls(amounts, first, members.reshape(-1))
-
-    @classmethod
     def chain(cls, sets: Sequence[LineSet]) -> LineSet:
         """All lines of several sets, one after the other."""
         if len(sets) == 1:
@@ -258,6 +247,20 @@ class LineSet:
         span = int(self.members.max(initial=0)) + 1
         return self.line_of * span + self.members, span
 
+    def of(self, line: int) -> Ints:
+        """The members of a line."""
+        return self.members[self.first[line] : self.first[line + 1]]
+
+    def laid_out(self, line: Ints, sizes: Ints) -> tuple[LineSet, Ints]:
+        """The same lines with the elements of all cells that are on each, and how many elements of
+        its line come before each cell."""
+        amounts = np.bincount(line, weights=sizes, minlength=len(self.counts)).astype(np.int64)
+        order = np.argsort(line, kind="stable")
+        ends, base = np.cumsum(sizes[order]), np.cumsum(amounts) - amounts
+        before = np.empty_like(sizes)
+        before[order] = ends - sizes[order] - base[line[order]]
+        return LineSet(amounts, self.first, self.members), before
+
     def has(self, rank: int) -> NDArray[np.bool_]:
         """The lines of which a rank is a member."""
         found = np.zeros(len(self.counts), dtype=bool)
@@ -277,12 +280,13 @@ class LineSet:
 
     def find(self, lines: Ints, ranks: Ints) -> Ints:
         """Where each rank stands in ``members`` as a member of each line; -1 where it is none."""
-        return find_keys(*self._keys, lines, ranks)
-
-    def none_of(self, some: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """The members of lines that have none of some members."""
-        found: NDArray[np.bool_] = np.bincount(self.line_of, some, len(self.counts)) == 0
-        return found[self.line_of]
+        keys, span = self._keys
+        if not len(keys):
+            return np.full(len(lines), -1, dtype=np.int64)
+        wanted = lines * span + np.minimum(ranks, span - 1)
+        at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+        found: Ints = np.where((keys[at] == wanted) & (ranks < span), at, -1)
+        return found
 
     def by_size(self) -> list[tuple[Ints, Ints]]:
         """The lines that are worth sharing, grouped by the number of members, with those."""
@@ -310,26 +314,6 @@ class LineSet:
         pair, rank = np.concatenate(pairs), np.concatenate(ranks)
         order = np.argsort(pair, kind="stable")
         return pair[order], rank[order]
-
-
-def find_keys(keys: Ints, span: int, lines: Ints, values: Ints) -> Ints:
-    """Where each pair of a line and a value stands in rising keys; -1 where it does not."""
-    if not len(keys):
-        return np.full(len(lines), -1, dtype=np.int64)
-    wanted = lines * span + np.minimum(values, span - 1)
-    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-    found: Ints = np.where((keys[at] == wanted) & (values < span), at, -1)
-    return found
-
-
-def blocks(counts: Ints, most: int) -> Iterator[range]:
-    """All rows in ranges that have at most so many entries, or one row."""
-    ends, first = np.cumsum(counts), 0
-    while first < len(ends):
-        done = ends[first] - counts[first]
-        last = max(first + 1, int(np.searchsorted(ends, done + most, side="right")))
-        yield range(first, last)
-        first = last
 
 
 def repeated(first: Ints, rows: Ints) -> tuple[Ints, Ints]:

@@ -23,7 +23,6 @@ from typing import Any
 from reshard.errors import ReshardError, RulesError
 from reshard.layout.mesh import RESERVED, Mesh
 from reshard.layout.notation import parse
-from reshard.layout.words import Words, axes_of
 from reshard.rules.configs import NUMBERS
 from reshard.rules.language import Pattern, Place, Template, parse_places
 from reshard.text import quoted
@@ -33,7 +32,6 @@ __all__ = [
     "Document",
     "Factor",
     "Rule",
-    "all_axes",
     "families",
     "located",
     "read",
@@ -155,18 +153,6 @@ def located(where: str) -> Iterator[None]:
     except ReshardError as error:
         text = str(error).removeprefix(f"{where}: ")
         raise RulesError(" ".join(f"{where}: {text}".split())) from None
-
-
-def all_axes(words: Words) -> set[str]:
-    """Every axis a layout names.
-
-    >>> from reshard.layout.notation import parse
-    >>> sorted(all_axes(parse("(tp dp) - | on pp=1 | sum cp")))
-    ['cp', 'dp', 'pp', 'tp']
-    """
-    cut = {axis for cuts in (*words.dims, words.flat) for axis in axes_of(cuts)}
-    pending = words.reduce[1] if words.reduce else ()
-    return {*cut, *pending, *(axis for axis, _ in words.on)}
 
 
 @cache
@@ -323,7 +309,7 @@ def _check_rule(rule: Rule, document: Document) -> None:
             raise RulesError(f"{{{capture}}} is also a number: give the index another name")
     if rule.layout:
         _names(rule.layout.names(), numbers)
-        _known("axis", sorted(all_axes(parse(rule.layout.sample()))), axes)
+        _known("axis", sorted(parse(rule.layout.sample()).axes), axes)
     for place in rule.on or ():
         _known("axis", [place.axis], axes)
         _names(place.names, numbers | set(rule.pattern.captures))

@@ -23,7 +23,6 @@ from reshard.rules.configs import family_of, numbers_of
 from reshard.rules.document import (
     MAX_BYTES,
     Document,
-    all_axes,
     families,
     located,
     read,
@@ -197,7 +196,7 @@ class Rules:
         distinct = dict.fromkeys(layouts)
         with located(self.source):
             if distinct:
-                named = {axis for layout in distinct for axis in all_axes(layout.words)}
+                named = {axis for layout in distinct for axis in layout.words.axes}
                 check_axes(self.document, self._mesh_or_own(mesh), named)
 
     def check_mesh(self, mesh: Mesh | str) -> None:

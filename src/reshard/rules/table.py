@@ -27,7 +27,7 @@ from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.layout.notation import parse
 from reshard.layout.words import Chunk, Cut, Cuts, Packed, Segment, Units, Words, held
-from reshard.rules.document import Document, Rule, all_axes, located
+from reshard.rules.document import Document, Rule, located
 from reshard.rules.language import INDEX, Place
 from reshard.text import and_more, count, quoted
 
@@ -89,8 +89,6 @@ class Table:
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = self._entry(name, num_dims)
-        if not entry.spots:
-            return entry.layouts.get(()) or self._placed(entry, name, ())
         at = tuple(
             [
                 spot.known.get(spot.pick(indices)) or self._coords(spot, name, indices)
@@ -175,7 +173,7 @@ class Table:
                 self._needed(unknown)
         for factor in self._document.factors:
             # Whether a large axis is read as two depends on a number: it must be known.
-            if self._mesh.axes.get(factor.axis, 1) > 1 and factor.axis in all_axes(words):
+            if self._mesh.axes.get(factor.axis, 1) > 1 and factor.axis in words.axes:
                 self._needed([factor.at_most])
         if num_dims is not None and words.expand(num_dims) is None:
             raise RulesError(
@@ -252,7 +250,7 @@ def rule_axes(document: Document) -> set[str]:
     named = set(document.fsdp)
     for rule in document.rules:
         named |= {place.axis for place in rule.on or ()}
-        named |= all_axes(parse(rule.layout.sample())) if rule.layout else set()
+        named.update(parse(rule.layout.sample()).axes if rule.layout else ())
     return named
 
 
@@ -339,7 +337,7 @@ def keep_axes(words: Words, axes: Collection[str]) -> Words:
 
 def shard_first_dim(words: Words, axes: Iterable[str], *, num_dims: int | None) -> Words:
     """Cut dim 0 of what every rank holds further, by each of these axes not in use yet."""
-    more = tuple(Chunk(axis) for axis in axes if axis not in all_axes(words))
+    more = tuple(Chunk(axis) for axis in axes if axis not in words.axes)
     if not more or words.flat or num_dims == 0:
         return words
     if words.rest == 0 and num_dims is not None:

@@ -9,7 +9,7 @@ ranks, not with pairs of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -24,15 +24,14 @@ from reshard.layout.spec import TensorSpec
 from reshard.planning.cells.transfers import (
     Cells,
     Kinds,
-    Lined,
     check_coverage,
     in_want_coordinates,
-    insert_columns,
+    with_inserted,
 )
 from reshard.planning.classes import Addends, Stack, addends_of
 from reshard.planning.sharing import LineSet, repeated
 
-__all__ = ["Home", "HostLines", "ListedGeometry", "Stations", "before", "listed_geometries"]
+__all__ = ["Home", "HostLines", "ListedGeometry", "Stations", "listed_geometries"]
 
 
 def listed_geometries(stack: Stack) -> list[ListedGeometry]:
@@ -81,7 +80,7 @@ def _lines_of(listed: Listed) -> tuple[Ints, LineSet]:
 class ListedGeometry:
     """All cells of a stack and their lines, as columns."""
 
-    cells: Lined
+    cells: Cells
     senders: LineSet
     """The ranks that share the sending of each line."""
     receivers: LineSet
@@ -96,21 +95,23 @@ class ListedGeometry:
     """Who holds what it wants; None where addends are added up."""
     addends: tuple[int, ...] = ()
     """Which addends of the source these are; none where nothing is added up."""
-    addend_holders: tuple[Ints, ...] = ()
+    holders: tuple[Ints, Ints] | None = None
+    """With addends: the source box of each cell; and for each such box and each addend the ranks
+    that hold it, filled up with -1."""
     listed = True
 
     @property
     def num_addends(self) -> int:
         """How many addends make a value; 1 where nothing is added up."""
-        return max(len(self.addend_holders), 1)
+        return max(len(self.addends), 1)
 
-    def all(self) -> Lined:
+    def all(self) -> Cells:
         """All cells that travel."""
         return self.cells
 
     def copied_by(self, rank: int) -> Cells:
         """The cells that a rank both holds and wants."""
-        return _take(self.copies[0], np.flatnonzero(self.copies[1] == rank))
+        return self.copies[0].take(np.flatnonzero(self.copies[1] == rank))
 
     def copied_elements(self) -> tuple[Ints, Ints]:
         """Ranks that hold what they want, and how many elements of it."""
@@ -118,7 +119,7 @@ class ListedGeometry:
 
     def num_cells(self) -> int:
         """How many cells there are."""
-        return len(self.cells.cells.size)
+        return len(self.cells.size)
 
     def wanted_elements(self) -> int:
         """Elements of one tensor that ranks want, once per such rank."""
@@ -126,8 +127,9 @@ class ListedGeometry:
 
     def addend_senders(self, cells: Ints, receivers: Ints, addend: int) -> Ints:
         """Who sends an addend of a cell to a receiver: itself if it holds it, else all in turn."""
-        holders = self.addend_holders[addend][self.cells.cells.have_region[cells]]
-        rows = np.arange(len(cells))
+        assert self.holders is not None
+        box, holders = self.holders
+        holders, rows = holders[box[cells], addend], np.arange(len(cells))
         in_turn = holders[rows, rows % np.maximum((holders >= 0).sum(axis=1), 1)]
         own = (holders == receivers[:, None]).any(axis=1)
         found: Ints = np.where(own, receivers, in_turn)
@@ -139,137 +141,93 @@ class _Builder:
 
     def __init__(self, stack: Stack, have: Listed, want: Listed, addends: Addends | None) -> None:
         self.stack, self.have, self.want = stack, have, want
-        self.addends = addends if addends and len(addends.have) > 1 else None
+        self.addends = addends.have if addends and len(addends.have) > 1 else ()
 
     def build(self) -> ListedGeometry:
         """Everything about a stack, worked out once."""
-        cells = self._cells()
-        check_coverage(self.stack, self.want, cells)
+        cells, have_box = self._cells()
         (have_set, holding), (want_set, wanting) = _lines_of(self.have), _lines_of(self.want)
-        send, receive = have_set[cells.have_region], want_set[cells.want_region]
-        kinds, kind = numbered(send * len(wanting.counts) + receive)
+        cells = replace(
+            cells, send_line=have_set[have_box], receive_line=want_set[cells.receive_line]
+        )
+        kinds, kind = numbered(cells.send_line * len(wanting.counts) + cells.receive_line)
         ends = np.divmod(kinds, max(len(wanting.counts), 1))
         at, rank = holding.common(wanting, *ends)
-        if self.addends is not None:
-            return self._summed(cells, kind, holding, wanting, ends, (at, rank))
         held = LineSet.plain(np.searchsorted(at, np.arange(len(kinds) + 1)), rank)
-        lacking = held.counts < wanting.counts[ends[1]]
+        if self.addends:
+            receivers, wanting, line = _reducing(held, wanting, ends[1])
+            receivers, at = receivers.laid_out(line[kind], cells.size)
+            cells = replace(cells, receive_line=line[kind], receive_at=at)
+            wanting = replace(wanting, amounts=receivers.amounts)
+            holders = have_box, self._addend_holders(distinct(have_box))
+            copies = Cells.none(cells.width.shape[1]), at[:0]
+            return ListedGeometry(
+                cells, holding, receivers, wanting, copies, 0, None, self.addends, holders
+            )
         copied, copier = repeated(held.first, kind)
-        wanted = int(cells.size @ wanting.counts[receive])
-        chosen = np.flatnonzero(lacking[kind])
-        moved, send, receive = _take(cells, chosen), send[chosen], receive[chosen]
-        lined = Lined(
-            moved,
-            send,
-            before(send, moved.size, len(holding.counts)),
-            receive,
-            before(receive, moved.size, len(wanting.counts)),
-        )
-        wanting = _amounting(wanting, receive, moved.size)
-        senders = _amounting(holding, send, moved.size)
-        copies = _take(cells, copied), rank[copier]
+        copies = cells.take(copied), rank[copier]
+        wanted = int(cells.size @ wanting.counts[cells.receive_line])
+        chosen = np.flatnonzero((held.counts < wanting.counts[ends[1]])[kind])
+        cells = cells.take(chosen)
+        senders, send_at = holding.laid_out(cells.send_line, cells.size)
+        wanting, receive_at = wanting.laid_out(cells.receive_line, cells.size)
+        cells = replace(cells, send_at=send_at, receive_at=receive_at)
         sets = Kinds(kind[chosen], *ends, held)
-        return ListedGeometry(lined, senders, wanting, wanting, copies, wanted, sets)
+        return ListedGeometry(cells, senders, wanting, wanting, copies, wanted, sets)
 
-    def _summed(
-        self,
-        cells: Cells,
-        kind: Ints,
-        holding: LineSet,
-        wanting: LineSet,
-        ends: tuple[Ints, ...],
-        common: tuple[Ints, Ints],
-    ) -> ListedGeometry:
-        """Addends are added up by ranks that want the value, if possible by some that have one."""
-        assert self.addends is not None
-        at, rank = common
-        first = np.searchsorted(at, np.arange(len(ends[0]) + 1))
-        lines: dict[tuple[bytes, int], int] = {}
-        reducers: list[Ints] = []
-        of_kind = np.empty(len(ends[0]), dtype=np.int64)
-        for number, want in enumerate(ends[1].tolist()):
-            all_of_it = wanting.members[wanting.first[want] : wanting.first[want + 1]]
-            some = rank[first[number] : first[number + 1]]
-            chosen = some if len(some) else all_of_it
-            of_kind[number] = lines.setdefault((chosen.tobytes(), want), len(lines))
-            if of_kind[number] == len(reducers):
-                reducers.append(chosen)
-        receive, nothing = of_kind[kind], cells.size * 0
-        wants = np.array([want for _, want in lines], dtype=np.int64)
-        sharing = offsets(np.array([len(r) for r in reducers], dtype=np.int64))
-        ranks = np.concatenate([*reducers, np.zeros(0, np.int64)])
-        return ListedGeometry(
-            Lined(cells, ends[0][kind], nothing, receive, before(receive, cells.size, len(lines))),
-            holding,
-            _amounting(LineSet.plain(sharing, ranks), receive, cells.size),
-            _amounting(wanting.take(wants), receive, cells.size),
-            (_take(cells, []), np.zeros(0, np.int64)),
-            0,
-            None,
-            self.addends.have,
-            self._addend_holders(cells.have_region),
-        )
-
-    def _cells(self) -> Cells:
+    def _cells(self) -> tuple[Cells, Ints]:
+        """All cells, each on a line of its destination box alone, and the source box of each."""
         starts, stops, shift, box = in_want_coordinates(self.have, self.stack.feed)
-        want_starts = insert_columns(self.want.starts, self.stack.feed.want_insert, 0)
-        want_stops = insert_columns(self.want.stops, self.stack.feed.want_insert, 1)
+        want_starts, want_stops = with_inserted(self.want, self.stack.feed.want_insert)
         mine, other = overlapping_pairs(starts, stops, want_starts, want_stops)
         low = np.maximum(starts[mine], want_starts[other])
         width = np.minimum(stops[mine], want_stops[other]) - low
         order = np.lexsort([*low.T[::-1]]) if low.shape[1] else np.arange(len(low))
-        zero = np.zeros(len(mine), dtype=np.int64)
-        cells = Cells(
-            box[mine], other, low - shift[mine], low, width, width.prod(axis=1), zero, zero
+        zero, size = np.zeros_like(mine), width.prod(axis=1)
+        check_coverage(self.stack, self.want, other, size)
+        cells = Cells(low - shift[mine], low, width, size, zero, zero, other, zero)
+        return cells.take(order), box[mine][order]
+
+    def _addend_holders(self, used: Ints) -> Ints:
+        """For each box and each addend the ranks that hold it, filled up with -1; of the boxes that
+        are used no addend may be lost."""
+        addend, num = addend_of(self.stack.have.layout), len(self.addends)
+        place = {number: at for at, number in enumerate(self.addends)}
+        number = np.array([place[addend[rank]] for rank in self.have.holders.tolist()], np.int64)
+        box = np.repeat(np.arange(len(self.have.starts)), np.diff(self.have.first))
+        lines, _ = LineSet.sorted(
+            box * num + number, self.have.holders, len(self.have.starts) * num
         )
-        return _take(cells, order)
-
-    def _addend_holders(self, boxes: Ints) -> tuple[Ints, ...]:
-        """For each addend the ranks that hold it, one row per source box, filled up with -1."""
-        assert self.addends is not None
-        addend = addend_of(self.stack.have.layout)
-        held: list[dict[int, list[int]]] = [{} for _ in self.addends.have]
-        place = {number: at for at, number in enumerate(self.addends.have)}
-        for box in range(len(self.have.starts)):
-            for rank in self.have.of(box).tolist():
-                held[place[addend[rank]]].setdefault(box, []).append(rank)
-        for box in distinct(boxes).tolist():
-            lost = [a for a, sets in zip(self.addends.have, held, strict=True) if box not in sets]
-            if lost:
-                where = Box(tuple(self.have.starts[box]), tuple(self.have.stops[box]))
-                raise CoverageError(
-                    f"{self.stack.label}: no rank holds addend {lost[0]} of box {where}: "
-                    "a lost addend cannot be rebuilt"
-                )
-        tables = []
-        for sets in held:
-            widest = max(map(len, sets.values()), default=1)
-            tables.append(np.full((len(self.have.starts), widest), -1, dtype=np.int64))
-            for row, ranks in sets.items():
-                tables[-1][row, : len(ranks)] = ranks
-        return tuple(tables)
+        lost = np.argwhere(lines.counts.reshape(-1, num)[used] == 0)
+        if len(lost):
+            at = used[lost[0, 0]]
+            where = Box(tuple(self.have.starts[at]), tuple(self.have.stops[at]))
+            raise CoverageError(
+                f"{self.stack.label}: no rank holds addend {self.addends[lost[0, 1]]} of box "
+                f"{where}: a lost addend cannot be rebuilt"
+            )
+        table = np.full((len(lines.counts), lines.counts.max(initial=1)), -1, dtype=np.int64)
+        table[lines.line_of, np.arange(len(lines.members)) - lines.first[lines.line_of]] = (
+            lines.members
+        )
+        return table.reshape(-1, num, table.shape[1])
 
 
-def _take(cells: Cells, rows: Sequence[int] | Ints) -> Cells:
-    index = np.array(rows, dtype=np.int64)
-    return Cells(*(getattr(cells, column)[index] for column in Cells.__dataclass_fields__))
-
-
-def before(line: Ints, sizes: Ints, num_lines: int) -> Ints:
-    """How many elements of the same line come before each cell."""
-    order = np.argsort(line, kind="stable")
-    ends = np.cumsum(sizes[order])
-    totals = np.bincount(line, weights=sizes, minlength=num_lines).astype(np.int64)
-    base = np.cumsum(totals) - totals
-    before = np.empty_like(sizes)
-    before[order] = ends - sizes[order] - base[line[order]]
-    return before
-
-
-def _amounting(lines: LineSet, line: Ints, sizes: Ints) -> LineSet:
-    """The lines with the elements of all cells that are on each."""
-    amounts = np.bincount(line, weights=sizes, minlength=len(lines.counts)).astype(np.int64)
-    return LineSet(amounts, lines.first, lines.members)
+def _reducing(held: LineSet, wanting: LineSet, wanted: Ints) -> tuple[LineSet, LineSet, Ints]:
+    """The ranks that add up addends of each kind, if possible some that have one: lines of them,
+    of all that want the value there, and the line of each kind."""
+    lines: dict[tuple[bytes, int], int] = {}
+    reducers: list[Ints] = []
+    of_kind = np.empty(len(wanted), dtype=np.int64)
+    for kind, want in enumerate(wanted.tolist()):
+        some = held.of(kind)
+        chosen = some if len(some) else wanting.of(want)
+        of_kind[kind] = lines.setdefault((chosen.tobytes(), want), len(lines))
+        if of_kind[kind] == len(reducers):
+            reducers.append(chosen)
+    first = offsets(np.array([len(ranks) for ranks in reducers], dtype=np.int64))
+    adding = LineSet.plain(first, np.concatenate([*reducers, np.zeros(0, np.int64)]))
+    return adding, wanting.take(np.array([want for _, want in lines], dtype=np.int64)), of_kind
 
 
 Home = Callable[[Ints], Ints]
@@ -277,19 +235,14 @@ Home = Callable[[Ints], Ints]
 
 
 @dataclass(frozen=True, eq=False)
-class Stations:
+class Stations(LineSet):
     """The ranks of lines, host by host: a station is the ranks of a line on one host."""
 
-    members: Ints
-    """Ranks in the order of lines, then hosts, then ranks."""
-    first: Ints
-    """Where the members of each station begin; one more entry ends the last."""
-    host: Ints
-    of_line: Ints
-    """Where the stations of each line begin; one more entry ends the last."""
+    lines: LineSet
+    """The hosts of each line, in the order of the stations."""
 
     @classmethod
-    def of(cls, lines: LineSet, home: Home) -> Stations:
+    def by_host(cls, lines: LineSet, home: Home) -> Stations:
         """Group the members of each line by host."""
         line, host = lines.line_of, home(lines.members)
         order = np.lexsort((lines.members, host, line))
@@ -298,21 +251,8 @@ class Stations:
         new[1:] = (line[1:] != line[:-1]) | (host[1:] != host[:-1])
         first = np.append(np.flatnonzero(new), len(order))
         of_line = np.searchsorted(line[new], np.arange(len(lines.counts) + 1))
-        return cls(lines.members[order], first, host[new], of_line)
-
-    @cached_property
-    def counts(self) -> Ints:
-        """How many members each station has."""
-        return np.diff(self.first)
-
-    @cached_property
-    def lines(self) -> LineSet:
-        """The hosts of each line."""
-        return LineSet.plain(self.of_line, self.host)
-
-    def find(self, lines: Ints, hosts: Ints) -> Ints:
-        """The station of each line on each host; -1 where there is none."""
-        return self.lines.find(lines, hosts)
+        hosts = LineSet.plain(of_line, host[new])
+        return cls(first[:-1], first, lines.members[order], hosts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -324,9 +264,8 @@ class HostLines:
     holding: Stations
     """The ranks that hold each line of senders."""
     kinds: Kinds
-    first: Ints
-    """Where the hosts begin that hold and want each kind; one more entry ends the last."""
-    host: Ints
+    common: LineSet
+    """The hosts that hold and want each kind."""
     wanted_at: Ints
     """The station of ranks that want the kind on each of these hosts."""
     held_at: Ints
@@ -340,29 +279,22 @@ class HostLines:
         kinds = geometry.kinds
         if kinds is None:
             return None
-        wanting, holding = Stations.of(geometry.wanting, home), Stations.of(geometry.senders, home)
+        wanting = Stations.by_host(geometry.wanting, home)
+        holding = Stations.by_host(geometry.senders, home)
         row, host = holding.lines.common(wanting.lines, kinds.send, kinds.receive)
-        first = np.searchsorted(row, np.arange(len(kinds.send) + 1))
-        ends = wanting.find(kinds.receive[row], host), holding.find(kinds.send[row], host)
-        wants = LineSet.plain(wanting.first, wanting.members).take(ends[0])
+        common = LineSet.plain(np.searchsorted(row, np.arange(len(kinds.send) + 1)), host)
+        wanted_at = wanting.lines.find(kinds.receive[row], host)
+        held_at = holding.lines.find(kinds.send[row], host)
+        wants = wanting.take(wanted_at)
         lacks = geometry.senders.find(kinds.send[row][wants.line_of], wants.members) < 0
-        return cls(wanting, holding, kinds, first, host, *ends, wants.only(lacks))
-
-    @cached_property
-    def common(self) -> LineSet:
-        """The hosts that hold and want each kind."""
-        return LineSet.plain(self.first, self.host)
-
-    @property
-    def counts(self) -> Ints:
-        """On how many hosts each kind is both held and wanted."""
-        return self.common.counts
+        return cls(wanting, holding, kinds, common, wanted_at, held_at, wants.only(lacks))
 
     @cached_property
     def after_held(self) -> Ints:
         """For each such host the station after those of its line from there on that hold it."""
-        ends = np.append(self.wanted_at[1:] != self.wanted_at[:-1] + 1, True)[: len(self.host)]
-        ends[self.first[1:][self.counts > 0] - 1] = True
+        at, common = self.wanted_at, self.common
+        ends = np.append(at[1:] != at[:-1] + 1, True)[: len(at)]
+        ends[common.first[1:][common.counts > 0] - 1] = True
         last = np.flatnonzero(ends)
-        found: Ints = self.wanted_at[last[np.searchsorted(last, np.arange(len(ends)))]] + 1
+        found: Ints = at[last[np.searchsorted(last, np.arange(len(ends)))]] + 1
         return found

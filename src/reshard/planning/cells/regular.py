@@ -21,8 +21,8 @@ import numpy as np
 
 from reshard.errors import PlanError
 from reshard.layout.columns import Ints, contained, numbered, spread
-from reshard.layout.grid import DimTable, Grid, grids_of
-from reshard.planning.cells.transfers import Cells, Lined
+from reshard.layout.grid import DimTable, Grid, grids_of, stacked
+from reshard.planning.cells.transfers import Cells
 from reshard.planning.classes import Stack
 from reshard.planning.names import Segments
 from reshard.planning.sharing import LineSet
@@ -58,7 +58,7 @@ class _Side:
         before[order] = ends - sorted_width - edge[part[order]]
         return cls(part, before, np.diff(edge), order, first)
 
-    def runs(self, part: int) -> Ints:
+    def runs(self, part: Ints) -> Ints:
         return self.order[self.first[part] : self.first[part + 1]]
 
 
@@ -126,7 +126,7 @@ def insert_dims(grid: Grid, at: Sequence[int]) -> Grid:
     zero, one = np.zeros(1, np.int64), np.ones(1, np.int64)
     for place in at:
         dims.insert(place, DimTable(zero, one, zero, zero, ()))
-    return Grid(grid.mesh, tuple(dims), grid.free, grid.addends) if at else grid
+    return replace(grid, dims=tuple(dims)) if at else grid
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,19 +138,9 @@ class GridPair:
     dims: tuple[DimMeet, ...]
 
     @cached_property
-    def wanted(self) -> Ints:
-        """Elements of each source region that the destination wants."""
-        return _outer([dim.have.total for dim in self.dims])
-
-    @cached_property
     def provided(self) -> Ints:
         """Elements of each destination region that the source has."""
         return _outer([dim.want.total for dim in self.dims])
-
-    @cached_property
-    def needed(self) -> Ints:
-        """Elements of each destination region that the source should have."""
-        return _outer([dim.needed for dim in self.dims])
 
     def common_elements(self) -> tuple[Ints, Ints]:
         """The ranks of both meshes, and how many elements each both holds and wants."""
@@ -168,21 +158,19 @@ class GridPair:
             elements *= dim.common(one, other)
         return ranks[both], elements
 
-    def cells(self, have_region: int | None = None, want_region: int | None = None) -> Cells:
-        """All cells, or those of a region of either side; in rising order of their place."""
+    def cells(self, have_region: int | None, want_region: int | None) -> Cells:
+        """The cells of a region of either side, or all; in rising order of their place."""
         runs = [np.arange(len(dim.width)) for dim in self.dims]
-        for grid, region, side in (
-            (self.have, have_region, "have"),
-            (self.want, want_region, "want"),
-        ):
-            if region is not None:
-                parts = grid.parts_of(np.array(region))
-                sides: list[_Side] = [getattr(dim, side) for dim in self.dims]
-                mine = [one.runs(int(part)) for one, part in zip(sides, parts, strict=True)]
-                runs = [
-                    some if len(other) == len(dim.width) else other[contained(other, some)]
-                    for dim, other, some in zip(self.dims, runs, mine, strict=True)
-                ]
+        if have_region is not None:
+            parts = zip(self.dims, self.have.parts_of(np.array(have_region)), strict=True)
+            runs = [dim.have.runs(part) for dim, part in parts]
+        if want_region is not None:
+            parts = zip(self.dims, self.want.parts_of(np.array(want_region)), strict=True)
+            wanted = [dim.want.runs(part) for dim, part in parts]
+            runs = [
+                some if len(one) == len(dim.width) else one[contained(one, some)]
+                for dim, one, some in zip(self.dims, runs, wanted, strict=True)
+            ]
         return self._product(runs)
 
     def blocks(self, most: int) -> Iterator[Cells]:
@@ -201,16 +189,14 @@ class GridPair:
         index = np.indices(counts).reshape(len(counts), count)
         chosen = [run[i] for run, i in zip(runs, index, strict=True)]
         met = list(zip(self.dims, chosen, strict=True))
-        width = _columns([dim.width[i] for dim, i in met], count)
+        width = stacked([dim.width[i] for dim, i in met], count)
         return Cells(
-            _region(self.have.shape, [dim.have.part[i] for dim, i in met], count),
-            _region(self.want.shape, [dim.want.part[i] for dim, i in met], count),
-            _columns([dim.have_low[i] for dim, i in met], count),
-            _columns([dim.want_low[i] for dim, i in met], count),
+            stacked([dim.have_low[i] for dim, i in met], count),
+            stacked([dim.want_low[i] for dim, i in met], count),
             width,
             width.prod(axis=1),
-            _place([(dim.have, i) for dim, i in met], width),
-            _place([(dim.want, i) for dim, i in met], width),
+            *_line([(dim.have, i) for dim, i in met], width),
+            *_line([(dim.want, i) for dim, i in met], width),
         )
 
 
@@ -221,26 +207,20 @@ def _outer(per_dim: Sequence[Ints]) -> Ints:
     return product.reshape(-1)
 
 
-def _columns(arrays: Sequence[Ints], count: int) -> Ints:
-    return np.stack(arrays, axis=1) if arrays else np.zeros((count, 0), dtype=np.int64)
-
-
-def _region(shape: Sequence[int], parts: Sequence[Ints], count: int) -> Ints:
-    region = np.zeros(count, dtype=np.int64)
-    for size, part in zip(shape, parts, strict=True):
-        region = region * size + part
-    return region
-
-
-def _place(sides: Sequence[tuple[_Side, Ints]], width: Ints) -> Ints:
-    """How many elements of its region come before each cell, cells in row-major order of runs."""
-    at = np.zeros(len(width), dtype=np.int64)
+def _line(sides: Sequence[tuple[_Side, Ints]], width: Ints) -> tuple[Ints, Ints]:
+    """The region of each cell, and how many elements of it come before, cells in row-major order
+    of runs."""
+    region, at = np.zeros((2, len(width)), dtype=np.int64)
     inner = np.ones(len(width), dtype=np.int64)
+    stride = 1
     for dim in reversed(range(len(sides))):
         side, runs = sides[dim]
+        part = side.part[runs]
+        region = region + part * stride
+        stride *= len(side.total)
         at = side.before[runs] * inner + width[:, dim] * at
-        inner = inner * side.total[side.part[runs]]
-    return at
+        inner = inner * side.total[part]
+    return region, at
 
 
 def pairs_of(stack: Stack) -> list[GridPair] | None:
@@ -267,9 +247,8 @@ def regular_geometry(stack: Stack) -> RegularGeometry | None:
     pairs = pairs_of(stack)
     if pairs is None or not all(map(_is_regular, pairs)):
         return None
-    senders = [_lines(pair.have, pair.wanted) for pair in pairs]
+    senders = [_lines(p.have, _outer([dim.have.total for dim in p.dims])) for p in pairs]
     receivers = [_lines(pair.want, pair.provided) for pair in pairs]
-    # The regions of all pairs are numbered one after the other.
     send_base, receive_base = (
         [*accumulate((len(line.amounts) for line in lines), initial=0)]
         for lines in (senders, receivers)
@@ -280,7 +259,7 @@ def regular_geometry(stack: Stack) -> RegularGeometry | None:
 
 def _is_regular(pair: GridPair) -> bool:
     """No rank holds a region and shares a wanted one with ranks that lack it."""
-    if len(pair.have.free) == 1 and len(pair.want.free) == 1:
+    if len(pair.have.replicas) == 1 and len(pair.want.replicas) == 1:
         return True
     have, want = pair.have.mesh.ranks, pair.want.mesh.ranks
     if max(have) < min(want) or max(want) < min(have):
@@ -317,7 +296,7 @@ class RegularGeometry:
         needed: dict[int, Ints] = {}
         for pair in self.pairs:
             provided[id(pair.want)] = provided.get(id(pair.want), 0) + pair.provided
-            needed[id(pair.want)] = pair.needed
+            needed[id(pair.want)] = _outer([dim.needed for dim in pair.dims])
         return all(bool((provided[key] == needed[key]).all()) for key in needed)
 
     def cells_per_rank(self) -> tuple[int, int]:
@@ -328,41 +307,32 @@ class RegularGeometry:
             wanted += prod(int(np.diff(dim.want.first).max(initial=0)) for dim in pair.dims)
         return sent, wanted
 
-    def sent_by(self, rank: int) -> Lined:
-        """The cells of the regions a rank holds."""
-        found = ((n, pair.have.region_of(rank)) for n, pair in enumerate(self.pairs))
-        return self._lined({n: self.pairs[n].cells(r, None) for n, r in found if r is not None})
-
-    def wanted_by(self, rank: int) -> Lined:
-        """The cells of the regions a rank wants."""
-        found = ((n, pair.want.region_of(rank)) for n, pair in enumerate(self.pairs))
-        return self._lined({n: self.pairs[n].cells(None, r) for n, r in found if r is not None})
-
-    def all(self) -> Lined:
+    def all(self) -> Cells:
         """All cells of all pairs."""
-        return self._lined({n: pair.cells() for n, pair in enumerate(self.pairs)})
+        return self.cells_of()
 
-    def blocks(self, most: int) -> Iterator[Lined]:
+    def cells_of(self, sender: int | None = None, receiver: int | None = None) -> Cells:
+        """The cells of the regions that a rank holds, of those that a rank wants, or of both."""
+        found = []
+        for number, pair in enumerate(self.pairs):
+            have = None if sender is None else pair.have.region_of(sender)
+            want = None if receiver is None else pair.want.region_of(receiver)
+            if (have is None) == (sender is None) and (want is None) == (receiver is None):
+                found.append(self._numbered(pair.cells(have, want), number))
+        return Cells.chain(found) if found else Cells.none(len(self.pairs[0].dims))
+
+    def blocks(self, most: int) -> Iterator[Cells]:
         """All cells, about so many at a time."""
         if self.num_cells() <= most:
             yield self.all()
             return
         for number, pair in enumerate(self.pairs):
             for cells in pair.blocks(most):
-                yield self._lined({number: cells})
+                yield self._numbered(cells, number)
 
     def copied_by(self, rank: int) -> Cells:
-        """The cells of the region a rank holds that are also of a region it wants."""
-        found = [
-            (pair, pair.have.region_of(rank), pair.want.region_of(rank)) for pair in self.pairs
-        ]
-        cells = [pair.cells(r, w) for pair, r, w in found if r is not None and w is not None]
-        return _concatenated(cells) if cells else self._no_cells()
-
-    def _no_cells(self) -> Cells:
-        empty = np.zeros(0, dtype=np.int64)
-        flat = np.zeros((0, len(self.pairs[0].dims)), dtype=np.int64)
-        return Cells(empty, empty, flat, flat, flat, empty, empty, empty)
+        """The cells that a rank both holds and wants."""
+        return self.cells_of(rank, rank)
 
     def copied_elements(self) -> tuple[Ints, Ints]:
         """Ranks of both sides, and how much of one tensor each both holds and wants."""
@@ -377,31 +347,17 @@ class RegularGeometry:
         """Elements of one tensor that ranks want, once per such rank."""
         return int((self.receivers.amounts * self.receivers.counts).sum())
 
-    def _lined(self, found: dict[int, Cells]) -> Lined:
-        if not found:
-            found = {0: self._no_cells()}
-        parts = [
-            replace(
-                cells,
-                have_region=cells.have_region + self.send_base[n],
-                want_region=cells.want_region + self.receive_base[n],
-            )
-            if n
-            else cells
-            for n, cells in found.items()
-        ]
-        cells = _concatenated(parts)
-        return Lined(cells, cells.have_region, cells.have_at, cells.want_region, cells.want_at)
+    def _numbered(self, cells: Cells, pair: int) -> Cells:
+        """The cells of a pair; the regions of all pairs are numbered one after the other."""
+        if pair == 0:
+            return cells
+        send = cells.send_line + self.send_base[pair]
+        receive = cells.receive_line + self.receive_base[pair]
+        return replace(cells, send_line=send, receive_line=receive)
 
 
 def _lines(grid: Grid, amounts: Ints) -> LineSet:
     """One line per region; members in rising order, whatever the order of the mesh."""
     members = grid.holders(np.arange(grid.num_regions))
-    return LineSet.regular(amounts, np.sort(members, axis=1))
-
-
-def _concatenated(parts: list[Cells]) -> Cells:
-    if len(parts) == 1:
-        return parts[0]
-    columns = ([getattr(part, column) for part in parts] for column in Cells.__dataclass_fields__)
-    return Cells(*map(np.concatenate, columns))
+    first = np.arange(len(amounts) + 1, dtype=np.int64) * members.shape[1]
+    return LineSet(amounts, first, members.reshape(-1))

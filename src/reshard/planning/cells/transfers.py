@@ -13,7 +13,7 @@ give what ranks send and receive, for any amount of each row, without listing ev
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -30,8 +30,8 @@ from reshard.planning.sharing import LineSet, Runs, repeated
 from reshard.text import count
 
 __all__ = [
-    "AnyRows", "Cells", "Fan", "HostFan", "Kinds", "Lined", "Mask", "Transfers", "check_coverage",
-    "in_want_coordinates", "insert_columns", "raise_uncovered",
+    "AnyRows", "Cells", "Fan", "HostFan", "Kinds", "Mask", "Transfers", "check_coverage",
+    "in_want_coordinates", "insert_columns", "raise_uncovered", "with_inserted",
 ]  # fmt: skip
 
 Mask = NDArray[np.bool_]
@@ -39,33 +39,50 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Cells:
-    """Cells as columns; coordinates have one row per cell and one column per dim."""
+    """Cells as columns; coordinates have one row per cell and one column per dim.
 
-    have_region: Ints
-    want_region: Ints
+    Positions on lines count elements of one tensor; a stack of T tensors is T times as long.
+    """
+
     have_low: Ints
     want_low: Ints
     width: Ints
     size: Ints
     """Elements of each cell."""
-    have_at: Ints
-    """How many elements of its source region come before each cell."""
-    want_at: Ints
-    """How many elements of its destination region come before each cell."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Lined:
-    """Cells, and the position of each on the line of its senders and on that of its receivers.
-
-    Positions count elements of one tensor; a stack of T tensors is T times as long.
-    """
-
-    cells: Cells
     send_line: Ints
+    """The line of ranks that hold each cell."""
     send_at: Ints
+    """How many elements of that line come before each cell."""
     receive_line: Ints
+    """The line of ranks that want each cell."""
     receive_at: Ints
+    """How many elements of that line come before each cell."""
+
+    @classmethod
+    def none(cls, num_dims: int) -> Cells:
+        """No cells of a tensor of so many dims."""
+        empty, flat = np.zeros(0, dtype=np.int64), np.zeros((0, num_dims), dtype=np.int64)
+        return cls(flat, flat, flat, *[empty] * 5)
+
+    @classmethod
+    def chain(cls, parts: Sequence[Cells]) -> Cells:
+        """All cells of several lists, one after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        columns = ([getattr(part, each.name) for part in parts] for each in fields(cls))
+        return cls(*map(np.concatenate, columns))
+
+    def units(self, most: int) -> Ints:
+        """The largest whole part (a row, a plane, a tensor) of each cell of at most this size."""
+        unit = block = np.ones(len(self.size), dtype=np.int64)
+        for width in self.width.T[::-1]:
+            block = block * width
+            unit = np.where(block <= most, block, unit)
+        return unit
+
+    def take(self, rows: Ints) -> Cells:
+        """The cells at these places."""
+        return Cells(*(getattr(self, each.name)[rows] for each in fields(self)))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -322,17 +339,17 @@ class HostFan:
 AnyRows = Transfers | Fan | HostFan
 
 
-def check_coverage(stack: Stack, want: Listed, cells: Cells) -> None:
-    """Refuse a stack of which some wanted box is not made up of cells."""
-    starts = insert_columns(want.starts, stack.feed.want_insert, 0)
-    stops = insert_columns(want.stops, stack.feed.want_insert, 1)
+def check_coverage(stack: Stack, want: Listed, box: Ints, sizes: Ints) -> None:
+    """Refuse a stack of which some wanted box is not made up of cells: given the box of each cell,
+    and its size."""
+    starts, stops = with_inserted(want, stack.feed.want_insert)
     widths = stops - starts
     for dim, segments in enumerate(stack.feed.moves):
         runs = np.array(segments, dtype=np.int64).reshape(-1, 3)
         low = np.maximum(starts[:, dim, None], runs[:, 1])
         high = np.minimum(stops[:, dim, None], runs[:, 1] + runs[:, 2])
         widths[:, dim] = np.maximum(high - low, 0).sum(axis=1)
-    provided = np.bincount(cells.want_region, weights=cells.size, minlength=len(want.starts))
+    provided = np.bincount(box, weights=sizes, minlength=len(want.starts))
     if bool((provided != widths.prod(axis=1)).any()):
         raise_uncovered(stack)
 
@@ -344,8 +361,7 @@ def raise_uncovered(stack: Stack) -> None:
     )
     held = [Box(tuple(a), tuple(b)) for a, b in zip(starts, stops, strict=True)]
     want = listed_of(stack.want.layout, stack.want.shape)
-    lows = insert_columns(want.starts, stack.feed.want_insert, 0)
-    highs = insert_columns(want.stops, stack.feed.want_insert, 1)
+    lows, highs = with_inserted(want, stack.feed.want_insert)
     moves = stack.feed.moves
     fed = Box(
         tuple(min((start for _, start, _ in runs), default=0) for runs in moves),
@@ -369,8 +385,7 @@ def raise_uncovered(stack: Stack) -> None:
 
 def in_want_coordinates(have: Listed, feed: Feed) -> tuple[Ints, Ints, Ints, Ints]:
     """The source boxes where they land: starts, stops, how far they moved, and which box."""
-    starts = insert_columns(have.starts, feed.have_insert, 0)
-    stops = insert_columns(have.stops, feed.have_insert, 1)
+    starts, stops = with_inserted(have, feed.have_insert)
     shift = np.zeros_like(starts)
     box = np.arange(len(starts))
     for dim, segments in enumerate(feed.moves):
@@ -383,6 +398,11 @@ def in_want_coordinates(have: Listed, feed: Feed) -> tuple[Ints, Ints, Ints, Int
         starts[:, dim], stops[:, dim] = low[at, run] + by, high[at, run] + by
         shift[:, dim] = by
     return starts, stops, shift, box
+
+
+def with_inserted(boxes: Listed, dims: Sequence[int]) -> tuple[Ints, Ints]:
+    """The starts and the stops of boxes, with these dims, of size 1, inserted."""
+    return insert_columns(boxes.starts, dims, 0), insert_columns(boxes.stops, dims, 1)
 
 
 def insert_columns(columns: Ints, at: Sequence[int], value: int) -> Ints:

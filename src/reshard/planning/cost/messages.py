@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from reshard.layout.columns import Ints, distinct, distinct_first, mixed, numbered
 from reshard.planning.cells.transfers import AnyRows, Fan, HostFan, Mask, Transfers
-from reshard.planning.flows import Flow
+from reshard.planning.rank import Rows
 from reshard.planning.rounds import Slot, slice_edges
 from reshard.planning.sharing import LineSet, repeated
 
@@ -36,27 +36,11 @@ Turn = tuple[int, int]
 """A phase and a slice; (-1, -1) stands for all of them."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Stream:
-    """Rows of one flow and one hop, and when they move."""
+@dataclass(frozen=True, eq=False)
+class Stream(Rows):
+    """Rows of one flow and one hop, and to whom they go; those of fans have no destinations."""
 
-    flow: Flow
-    slot: Slot
     ends: AnyRows
-
-    @property
-    def rows(self) -> Transfers:
-        """The rows; those of fans have no destinations."""
-        return self.ends.rows
-
-    @property
-    def num_bytes(self) -> Ints:
-        """Bytes of each row, once."""
-        return self.rows.sizes * self.flow.stack.itemsize_at(self.rows.hop)
-
-    def units(self) -> Ints:
-        """Slices of each row end between whole parts of this many elements."""
-        return self.flow.units(self.rows.cells, self.slot.unit)[self.rows.runs.cell]
 
 
 class _Moving:
@@ -157,17 +141,17 @@ class _Turns:
         """Add numbers of rows of a stream; steady ones move in every round."""
         if not len(keys):
             return
-        slot, slices, runs = stream.slot, stream.slot.slices, stream.rows.runs
+        slot, slices, runs = stream.slot, stream.slot.slices, stream.transfers.runs
         sizes: Ints = runs.stop - runs.start
         columns: Columns = (keys,)
         # No unit is larger than that of the slot, so long rows need no look at their cells.
         steady = slices == 1 or int(sizes.min()) >= slices * slot.unit
         if not steady or slot.phases > 1:
-            units = stream.units()
+            units = stream.units
             steady = slot.phases == 1 and bool((sizes >= slices * units).all())
-            known = () if steady else (runs.start, runs.stop, units, stream.rows.part)
+            known = () if steady else (runs.start, runs.stop, units, stream.transfers.part)
             columns += tuple(column[rows] for column in known)
-        self._found.setdefault((slot, stream.rows.hop, steady), []).append(columns)
+        self._found.setdefault((slot, stream.transfers.hop, steady), []).append(columns)
 
     def moving(self) -> list[_Moving]:
         """What moves when."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from reshard.layout.columns import Ints, distinct, numbered
 from reshard.planning.cells.listed import Home
-from reshard.planning.cells.transfers import AnyRows, Fan, HostFan
+from reshard.planning.cells.transfers import Fan, HostFan
 from reshard.planning.cost.messages import Stream, messages_of, pairs_of
 from reshard.planning.cost.topology import Link, Topology
 from reshard.planning.flows import Flow
@@ -59,17 +59,14 @@ class Traffic:
 
     def _streams(self) -> Iterator[Stream]:
         for flow, slot in self._ends:
-            for rows in self._rows_of(flow):
+            # Addends are passed on without knowing hosts: list whether each row is inside one.
+            known = isinstance(flow, HostFlow) or not self.links.size
+            for rows in flow.streams() if known else flow.everything():
                 some = np.flatnonzero(rows.served)
                 if 0 < len(some) < len(rows.rows) and not isinstance(rows, HostFan):
                     rows = rows.take(some)
                 if len(some):
-                    yield Stream(flow, slot, rows)
-
-    def _rows_of(self, flow: Flow) -> Iterator[AnyRows]:
-        """Rows, each inside hosts or between them: addends are passed on without knowing hosts."""
-        known = isinstance(flow, HostFlow) or not self.links.size
-        return flow.streams() if known else flow.everything()
+                    yield Stream(flow, slot, rows.rows, rows)
 
     def _places(self, ranks: Ints) -> Ints:
         # Ranks are nearly always 0 to n - 1; to look them up took a tenth of a summary.
@@ -83,7 +80,7 @@ class Traffic:
         return total
 
     def _count(self, stream: Stream) -> None:
-        rows, ends, num_bytes = stream.rows, stream.ends, stream.num_bytes
+        rows, ends, num_bytes = stream.transfers, stream.ends, stream.num_bytes
         if isinstance(ends, Fan):
             sent, received = self._sum(*ends.sent(num_bytes)), self._sum(*ends.received(num_bytes))
             if self.links.size:
@@ -130,7 +127,7 @@ class Traffic:
                     sources[self._places(source)] * size + destinations[self._places(destination)]
                 )
                 added = np.bincount(pairs, num_bytes, found[0].size).reshape(found[0].shape)
-            found[: 1 + (stream.rows.hop == 0)] += added.astype(np.int64)
+            found[: 1 + (stream.transfers.hop == 0)] += added.astype(np.int64)
         return found[0], found[1]
 
     def _by_groups(self, fan: Fan, num_bytes: Ints, sources: Ints, destinations: Ints) -> Ints:
@@ -244,8 +241,7 @@ def needs_of(flow: Flow) -> tuple[int, int]:
     geometry, stack = flow.geometry, flow.stack
     times = len(stack.names) * stack.itemsize
     if flow.adds:
-        rows = list(flow.everything())
-        moved = ((int(r.sizes[r.source != r.destination].sum()), r.hop) for r in rows)
+        moved = ((int(s.rows.sizes @ s.served), s.rows.hop) for s in flow.streams())
         return sum(size * stack.itemsize_at(hop) for size, hop in moved), 0
     copied = int(geometry.copied_elements()[1].sum())
     return (geometry.wanted_elements() - copied) * times, copied * times
@@ -274,10 +270,10 @@ def _link_figures(flows: Sequence[Flow], traffic: Traffic, topology: Topology) -
 
 def _entering_bytes(flow: HostFlow) -> int:
     """Bytes that must enter some host: each wanted cell once per host that lacks and holds none."""
-    lined, times = flow.geometry.all(), len(flow.stack.names) * flow.stack.itemsize
-    hosts = flow.wanting.lines.counts[lined.receive_line]
-    hosts = hosts - flow.hosts.counts[flow.hosts.kinds.of]
-    return int(lined.cells.size @ hosts) * times
+    cells, times = flow.geometry.all(), len(flow.stack.names) * flow.stack.itemsize
+    hosts = flow.wanting.lines.counts[cells.receive_line]
+    hosts = hosts - flow.hosts.common.counts[flow.hosts.kinds.of]
+    return int(cells.size @ hosts) * times
 
 
 def _busiest(name: str, end: Ints, counts: Ints, link: Link) -> list[tuple[float, str, float]]:
