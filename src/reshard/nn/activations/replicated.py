@@ -203,8 +203,20 @@ class ReplicatedInputs:
         return axis is not None and tensor.placements[axis].is_replicate()
 
 
+_axes: weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[int, ...], int | None]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 def mesh_axis(mesh: DeviceMesh, ranks: tuple[int, ...]) -> int | None:
     """The axis of a mesh along which this rank's neighbours are exactly these ranks."""
+    known = _axes.setdefault(mesh, {})
+    if ranks not in known:
+        known[ranks] = _find_axis(mesh, ranks)
+    return known[ranks]
+
+
+def _find_axis(mesh: DeviceMesh, ranks: tuple[int, ...]) -> int | None:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return None
