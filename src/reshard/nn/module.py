@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from reshard.errors import ArgumentTypeError, StateError
-from reshard.nn.outputs import Change, LocalTensor, OutputHook, ReshardedTensor
+from reshard.nn.outputs import Change, OutputHook, local_shard, resharding_to
 from reshard.nn.paths import Slot, find_module, find_slot, holders, parents
 from reshard.nn.plan import Entry, Resolved, Sharder, ShardingPlan, resolve_modules, warn_unmatched
 from reshard.sharded.api import digest, shard_tensors
@@ -295,5 +295,5 @@ def _output_changes(root: nn.Module, resolved: Resolved) -> list[tuple[str, Chan
     """
     outputs = resolve_modules(root, resolved.outputs)
     local = resolve_modules(root, dict.fromkeys(resolved.local))
-    changes: list[tuple[str, Change]] = [(path, ReshardedTensor(spec)) for path, spec in outputs]
-    return [*changes, *((path, LocalTensor()) for path, _ in local)]
+    changes = [(path, resharding_to(spec)) for path, spec in outputs]
+    return [*changes, *((path, local_shard) for path, _ in local)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from operator import setitem
 from typing import Any, Literal
 
@@ -22,8 +23,8 @@ from reshard.sharded.tensor import ShardedTensor
 from reshard.text import quoted
 
 __all__ = [
-    "LocalTensor", "OutputHook", "ReshardedTensor", "Squeeze", "collect_local_shard", "map_sharded",
-    "remove_output_hooks", "reshard_output",
+    "Change", "OutputHook", "collect_local_shard", "local_shard", "map_sharded",
+    "remove_output_hooks", "reshard_output", "resharding_to",
 ]  # fmt: skip
 
 Squeeze = Literal["auto"] | bool
@@ -42,7 +43,7 @@ def reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Modul
             f"reshard_output of {type(module).__name__} takes a ShardingSpec, found "
             f"{type(resharding_spec).__name__}"
         )
-    module.register_forward_hook(OutputHook(ReshardedTensor(resharding_spec)))
+    module.register_forward_hook(OutputHook(resharding_to(resharding_spec)))
     return module
 
 
@@ -57,7 +58,7 @@ def collect_local_shard(module: nn.Module, squeeze: Squeeze = "auto") -> nn.Modu
     """
     if squeeze not in ("auto", True, False):
         raise ArgumentError(f'squeeze is "auto", True or False, found {quoted(squeeze)}')
-    module.register_forward_hook(OutputHook(LocalTensor(squeeze)))
+    module.register_forward_hook(OutputHook(partial(local_shard, squeeze=squeeze)))
     return module
 
 
@@ -80,38 +81,23 @@ class OutputHook:
         return map_sharded(output, self.change)
 
 
-@dataclass(frozen=True)
-class ReshardedTensor:
-    """Reshards a tensor to a spec."""
-
-    spec: ShardingSpec
-
-    def __call__(self, tensor: ShardedTensor) -> torch.Tensor:
-        """A new tensor: the one in the output may be the module's own."""
-        return tensor.resharded(self.spec)
+def resharding_to(spec: ShardingSpec) -> Change:
+    """Reshards a tensor to a spec; gives a new one, because it may be the module's own."""
+    return partial(ShardedTensor.resharded, resharding_spec=spec)
 
 
-@dataclass(frozen=True)
-class LocalTensor:
-    """Replaces a sharded tensor by this rank's plain tensor."""
-
-    squeeze: Squeeze = "auto"
-
-    def __call__(self, tensor: ShardedTensor) -> torch.Tensor:
-        """This rank's shard."""
-        layout = tensor.cut
-        if layout.reduce is not None:
-            # A rank's addend of a pending sum is not the module's output.
-            spec = LayoutShardingSpec(unreduced(layout), str(tensor.device))
-            tensor = tensor.resharded(spec)
-        local = tensor.local_tensor()
-        dim = None if self.squeeze is False else _sharded_dim(tensor)
-        shards = tensor.metadata().shards_metadata
-        if dim is None or (
-            self.squeeze == "auto" and any(shard.shard_sizes[dim] != 1 for shard in shards)
-        ):
-            return local
-        return local.squeeze(dim)
+def local_shard(tensor: ShardedTensor, squeeze: Squeeze = "auto") -> torch.Tensor:
+    """This rank's shard of a tensor, as a plain tensor."""
+    layout = tensor.cut
+    if layout.reduce is not None:
+        # A rank's addend of a pending sum is not the module's output.
+        tensor = tensor.resharded(LayoutShardingSpec(unreduced(layout), str(tensor.device)))
+    local = tensor.local_tensor()
+    dim = None if squeeze is False else _sharded_dim(tensor)
+    shards = tensor.metadata().shards_metadata
+    if dim is None or (squeeze == "auto" and any(one.shard_sizes[dim] != 1 for one in shards)):
+        return local
+    return local.squeeze(dim)
 
 
 def map_sharded(value: Any, change: Change) -> Any:
@@ -137,15 +123,13 @@ class _Walk:
             return self.done[id(value)]
         if isinstance(value, torch.Tensor | str | bytes):
             return value
-        if isinstance(value, tuple | list):
+        if isinstance(value, tuple):
             items = [self.walk(item) for item in value]
             if all(new is old for new, old in zip(items, value, strict=True)):
                 return value
-            if isinstance(value, tuple):
-                return getattr(type(value), "_make", type(value))(items)
-            copied = copy.copy(value)
-            copied[:] = items
-            return copied
+            return getattr(type(value), "_make", type(value))(items)
+        if isinstance(value, list):
+            return self._assigned(value, enumerate(value), setitem)
         # Before dataclasses: the outputs of transformers are both, and keep the two consistent.
         if isinstance(value, Mapping):
             return self._assigned(value, value.items(), setitem)

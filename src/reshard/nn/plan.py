@@ -16,6 +16,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -28,6 +29,7 @@ from reshard.sharded.tensor import ShardedTensor
 from reshard.text import quoted
 
 if TYPE_CHECKING:
+    from reshard.layout.layout import Layout
     from reshard.layout.mesh import Mesh
     from reshard.rules import Rules
 
@@ -347,21 +349,16 @@ class ShardingPlan:
         """
         shapes = {name: tuple(tensor.shape) for name, tensor in module.named_parameters()}
         layouts = rules.fit(shapes).layouts(shapes, mesh)
-        # A model has few different pairs.
-        pairs = {(layout, shapes[name]) for name, layout in layouts.items()}
-        replicated = {
-            (layout, shape)
-            for layout, shape in pairs
-            if all(layout.holds(one) is not None for one in layout.ranks)
-            and all(layout.local_shape(one, shape) == shape for one in layout.ranks)
-        }
-        return cls(
-            {
-                name: LayoutShardingSpec(layout, str(device))
-                for name, layout in layouts.items()
-                if (layout, shapes[name]) not in replicated
-            }
-        )
+
+        @cache  # a model has few different pairs
+        def is_whole(layout: Layout, shape: tuple[int, ...]) -> bool:
+            ranks = layout.ranks
+            return all(layout.holds(one) is not None for one in ranks) and all(
+                layout.local_shape(one, shape) == shape for one in ranks
+            )
+
+        sharded = [name for name, layout in layouts.items() if not is_whole(layout, shapes[name])]
+        return cls({name: LayoutShardingSpec(layouts[name], str(device)) for name in sharded})
 
 
 class ShardingPlanner(ABC):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,107 +22,107 @@ from reshard.sharded.move import move_like, replicated_content, whole
 from reshard.tensors.kinds import this_rank
 
 __all__ = [
-    "Context", "OwnedShard", "from_parts", "gradient_hook", "lay_out_gradient", "replicated",
+    "OwnedShard", "from_parts", "gradient_hook", "lay_out_gradient", "linear", "replicated",
     "to_layout", "to_layout_in_place", "to_local", "to_move_input", "to_whole",
 ]  # fmt: skip
 
-
-class Context(Protocol):
-    """What the functions below save for backward."""
-
-    content: Content
-
-    def mark_dirty(self, *tensors: torch.Tensor) -> None:
-        """Tell autograd that an input was changed in place."""
+Function = Callable[..., Any]
+T = TypeVar("T")
 
 
-# Backward calls the same functions as forward, so that gradients of gradients work.
-
-
-class _ToLayout(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context, tensor: ContentTensor, target: Content) -> ContentTensor:
-        ctx.content = tensor._content.without_parts()
-        return wrap(move_like(tensor._content, target))
+    def forward(ctx: Any, compute: Function, adjoint: Function, *tensors: torch.Tensor) -> Any:
+        ctx.adjoint = adjoint
+        return compute()
 
     @staticmethod
-    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[ContentTensor, None]:
-        return lay_out_gradient(ctx.content, gradients[0]), None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        found = ctx.adjoint(*gradients)
+        return None, None, *(found if isinstance(found, tuple) else (found,))
 
 
-class _ToLayoutInPlace(_ToLayout):
+class _LinearInPlace(_Linear):
     @staticmethod
-    def forward(ctx: Context, tensor: ContentTensor, target: Content) -> ContentTensor:
-        ctx.content = tensor._content.without_parts()
+    def forward(ctx: Any, compute: Function, adjoint: Function, *tensors: torch.Tensor) -> Any:
+        ctx.mark_dirty(*tensors)
+        return _Linear.forward(ctx, compute, adjoint, *tensors)
+
+
+def linear(compute: Callable[[], T], adjoint: Function, *tensors: torch.Tensor) -> T:
+    """What ``compute`` makes of tensors by a linear function; backward calls ``adjoint``.
+
+    Autograd keeps ``adjoint`` until backward, so it must not refer to the parts of a tensor. If it
+    is made of functions that use ``linear`` too, gradients of gradients work.
+    """
+    result: T = _Linear.apply(compute, adjoint, *tensors)  # type: ignore[no-untyped-call]
+    return result
+
+
+def to_layout(tensor: ContentTensor, target: Content) -> ContentTensor:
+    """The same tensor in the layout of another content."""
+    content = tensor._content
+    return linear(lambda: wrap(move_like(content, target)), _gradient_for(content), tensor)
+
+
+def to_layout_in_place(tensor: ContentTensor, target: Content) -> None:
+    """Move the tensor itself to the layout of another content."""
+
+    def move() -> ContentTensor:
         tensor._content = move_like(tensor._content, target)
-        ctx.mark_dirty(tensor)
         return tensor
 
+    gradient = _gradient_for(tensor._content)
+    _LinearInPlace.apply(move, gradient, tensor)  # type: ignore[no-untyped-call]
 
-class _ToParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Context, tensor: ContentTensor) -> tuple[torch.Tensor, ...]:
-        content = tensor._content
-        ctx.content = content.without_parts()
+
+def to_whole(tensor: ContentTensor) -> torch.Tensor:
+    """The whole tensor on every rank; each has the same gradient of it."""
+    content = tensor._content
+
+    def gather() -> torch.Tensor:
+        full = whole(content)
+        return full.clone() if full is content.local else full
+
+    return linear(gather, _gradient_for(content), tensor)
+
+
+def replicated(tensor: torch.Tensor, group: Group) -> ContentTensor:
+    """The ShardedTensor of a plain tensor that is the same on all ranks of a group."""
+
+    def gather(gradient: torch.Tensor) -> torch.Tensor:
+        return to_whole(gradient) if isinstance(gradient, ContentTensor) else gradient
+
+    return linear(lambda: wrap(replicated_content(tensor, group)), gather, tensor)
+
+
+def _to_parts(tensor: ContentTensor) -> tuple[torch.Tensor, ...]:
+    """This rank's parts; one empty tensor if it has none, so that it takes part in backward."""
+    content, source = tensor._content, tensor._content.without_parts()
+
+    def take() -> tuple[torch.Tensor, ...]:
         if not content.parts:
             return (torch.zeros(0, dtype=content.dtype, device=content.device),)
         # Views: writing into them writes into the shards.
         return tuple(part.detach() for part in content.parts)
 
-    @staticmethod
-    def backward(ctx: Context, *gradients: torch.Tensor) -> ContentTensor:
+    def join(*gradients: torch.Tensor) -> ContentTensor:
         # Clones: autograd may give the same gradient to others, and accumulate into each.
-        return from_parts(ctx.content, *(one.clone() for one in gradients))
+        return from_parts(source, *(one.clone() for one in gradients))
+
+    return linear(take, join, tensor)
 
 
-class _FromParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Context, content: Content, *parts: torch.Tensor) -> ContentTensor:
-        ctx.content = content.without_parts()
-        if not part_shapes(content.layout, this_rank(), content.shape):
-            return wrap(ctx.content)
-        return wrap(content.with_parts([part.detach() for part in parts]))
+def from_parts(content: Content, *parts: torch.Tensor) -> ContentTensor:
+    """The ShardedTensor of a content with these parts of this rank; gradients flow back to them."""
+    source = content.without_parts()
 
-    @staticmethod
-    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *_to_parts(lay_out_gradient(ctx.content, gradients[0]))
+    def join() -> ContentTensor:
+        if not part_shapes(source.layout, this_rank(), source.shape):
+            return wrap(source)
+        return wrap(source.with_parts([part.detach() for part in parts]))
 
-
-class _ToWhole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Context, tensor: ContentTensor) -> torch.Tensor:
-        ctx.content = tensor._content.without_parts()
-        full = whole(tensor._content)
-        return full.clone() if full is tensor._content.local else full
-
-    @staticmethod
-    def backward(ctx: Context, *gradients: torch.Tensor) -> ContentTensor:
-        return lay_out_gradient(ctx.content, gradients[0])
-
-
-class _Replicated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Context, tensor: torch.Tensor, group: Group) -> ContentTensor:
-        return wrap(replicated_content(tensor, group))
-
-    @staticmethod
-    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (gradient,) = gradients
-        return to_whole(gradient) if isinstance(gradient, ContentTensor) else gradient, None
-
-
-to_layout: Callable[[ContentTensor, Content], ContentTensor] = _ToLayout.apply
-"""The same tensor in the layout of another content."""
-to_layout_in_place: Callable[[ContentTensor, Content], ContentTensor] = _ToLayoutInPlace.apply
-"""The tensor itself, moved to the layout of another content."""
-to_whole: Callable[[ContentTensor], torch.Tensor] = _ToWhole.apply
-"""The whole tensor on every rank; each has the same gradient of it."""
-replicated: Callable[[torch.Tensor, Group], ContentTensor] = _Replicated.apply
-"""The ShardedTensor of a plain tensor that is the same on all ranks of a group."""
-_to_parts: Callable[[ContentTensor], tuple[torch.Tensor, ...]] = _ToParts.apply
-"""This rank's parts; one empty tensor if it has none, so that it takes part in backward."""
-from_parts: Callable[..., ContentTensor] = _FromParts.apply
-"""The ShardedTensor of a content with these parts of this rank; gradients flow back to them."""
+    return linear(join, lambda one: _to_parts(lay_out_gradient(source, one)), *parts)
 
 
 def to_local(tensor: ContentTensor) -> torch.Tensor:
@@ -203,6 +204,11 @@ def gradient_hook(
         return own.clone() if expanded else own
 
     return lay_out
+
+
+def _gradient_for(content: Content) -> Function:
+    """The function that lays a gradient out like a tensor."""
+    return partial(lay_out_gradient, content.without_parts())
 
 
 def lay_out_gradient(source: Content, gradient: torch.Tensor) -> ContentTensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache, wraps
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 __all__ = [
-    "Content", "ContentTensor", "part_shapes", "per_layout", "strides_like", "wrap",
+    "Content", "ContentTensor", "map_nested", "part_shapes", "per_layout", "strides_like", "wrap",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -46,6 +47,24 @@ def per_layout(
         return results[args]
 
     return cached
+
+
+def map_nested(function: Callable[[Any], Any], value: Any) -> Any:
+    """A value with a function applied to all that is in its nested lists, tuples and dicts.
+
+    >>> map_nested(str, ([1, 2], {"a": (3,)}))
+    (['1', '2'], {'a': ('3',)})
+    """
+    if isinstance(value, list | tuple):
+        mapped = [map_nested(function, one) for one in value]
+        return tuple(mapped) if isinstance(value, tuple) else mapped
+    if not isinstance(value, dict):
+        return function(value)
+    copy: Any = OrderedDict() if isinstance(value, OrderedDict) else {}
+    copy.update({key: map_nested(function, one) for key, one in value.items()})
+    if hasattr(value, "_metadata"):
+        copy._metadata = value._metadata  # the versions of modules in a state dict
+    return copy
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,10 +126,6 @@ class Content:
     def without_parts(self) -> Content:
         """The same layout without values: what autograd keeps for backward."""
         return replace(self, parts=())
-
-    def sized(self, shape: tuple[int, ...]) -> Content:
-        """The same layout for a tensor of another shape, without parts."""
-        return replace(self, shape=shape, parts=(), spec=None, stated=None, stated_stride=None)
 
     @property
     def stride(self) -> tuple[int, ...]:

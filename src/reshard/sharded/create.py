@@ -14,7 +14,7 @@ from reshard.errors import ArgumentError, ArgumentTypeError, StateError
 from reshard.layout.layout import Layout
 from reshard.live.inputs.bound import with_index
 from reshard.sharded.content import Content
-from reshard.sharded.groups import Group, check_members, check_rrefs, default_device_of
+from reshard.sharded.groups import Group, check_members, check_rpc, default_device_of
 from reshard.sharded.metadata import (
     Shard,
     ShardedTensorMetadata,
@@ -127,7 +127,7 @@ def from_local_shards(
     agreement = Agreement(group, "init_from_local_shards", error=ArgumentError)
     described = agreement.run(lambda: _describe(local_shards, global_size, init_rrefs))
     common = _common_kind(described)
-    size = next(iter(described.values()))["size"]
+    size = common["global_size"]
     shards = [ShardMetadata(*row) for one in described.values() for row in one["shards"]]
     if size is None:
         shards, size = _stacked(shards)
@@ -140,7 +140,8 @@ def from_local_shards(
 def _describe(
     local_shards: Sequence[Shard], global_size: Sequence[Any], init_rrefs: bool
 ) -> Description:
-    check_rrefs(init_rrefs)
+    if init_rrefs:
+        check_rpc()
     if not isinstance(local_shards, Sequence):
         raise ArgumentTypeError(
             f"local_shards is of type {type(local_shards).__name__}: give a list"
@@ -188,31 +189,23 @@ def _kind(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _common_kind(described: Mapping[int, Description]) -> dict[str, Any]:
-    """The kind that all ranks have; the error names two ranks that differ."""
+    """The kind and the size that all ranks have; the error names two ranks that differ."""
     holders = [(rank, one) for rank, one in described.items() if one["kind"]]
     if not holders:
         raise ArgumentError(
             "have no local shards on all ranks: give at least one shard on one rank"
         )
     first, own = holders[0]
-    for rank, other in holders[1:]:
-        for name, one in own["kind"].items():
-            two = other["kind"][name]
-            if one != two:
+    common: dict[str, Any] = {**own["kind"], "global_size": own["size"]}
+    for rank, other in described.items():
+        for name, two in {**(other["kind"] or {}), "global_size": other["size"]}.items():
+            if two != common[name]:
                 raise ArgumentError(
                     f"ShardedTensor {name} property does not match from different ranks! Found "
-                    f"{name}={one} on rank:{first}, and {name}={two} on rank:{rank}: give shards "
-                    "of one kind"
+                    f"{name}={common[name]} on rank:{first}, and {name}={two} on rank:{rank}: give "
+                    "all ranks the same"
                 )
-    for rank, other in described.items():
-        if other["size"] != own["size"]:
-            raise ArgumentError(
-                "ShardedTensor global_size property does not match from different ranks! Found "
-                f"global_size={own['size']} on rank:{first}, and global_size={other['size']} on "
-                f"rank:{rank}: give all ranks the same"
-            )
-    kind: dict[str, Any] = own["kind"]
-    return kind
+    return common
 
 
 def _stacked(shards: Sequence[ShardMetadata]) -> tuple[list[ShardMetadata], list[int]]:

@@ -19,7 +19,7 @@ from reshard.live.inputs.request import default_device
 from reshard.tensors.kinds import this_rank
 
 __all__ = [
-    "Group", "check_members", "check_rrefs", "current_process_group", "default_device_of",
+    "Group", "check_members", "check_rpc", "current_process_group", "default_device_of",
     "exchange_rrefs", "is_outside", "is_running", "load_with_process_group", "members",
     "worker_rank",
 ]  # fmt: skip
@@ -38,10 +38,8 @@ def worker_rank(name: str) -> int | None:
     return next((worker.id for worker in workers if worker.name == name), None)
 
 
-def check_rrefs(init_rrefs: bool) -> None:
+def check_rpc() -> None:
     """Refuse ``init_rrefs`` if RPC is not running, or if its ranks are not those of the group."""
-    if not init_rrefs:
-        return
     if not is_running():
         raise StateError(
             "RPC Framework needs to be initialized using torch.distributed.rpc.init_rpc for "
@@ -58,6 +56,7 @@ def check_rrefs(init_rrefs: bool) -> None:
 
 def exchange_rrefs(shards: Sequence[object]) -> dict[int, list[Any]]:
     """References to the shards of all other ranks, by rank; every RPC worker calls this."""
+    check_rpc()
     own = [rpc.RRef(shard) for shard in shards]
     by_name = rpc.api._all_gather(own)
     ranks = {name: rpc.get_worker_info(name).id for name in by_name}
@@ -104,11 +103,7 @@ def check_members(ranks: Iterable[int | None], group: Group) -> None:
 
 def default_device_of(group: Group) -> torch.device:
     """The device of this rank's tensors if nothing else is known about them."""
-    if not dist.is_initialized():
-        return torch.device("cpu")
-    known = group or dist.group.WORLD
-    assert known is not None
-    return default_device(known)
+    return default_device(group) if dist.is_initialized() else torch.device("cpu")
 
 
 @contextmanager

@@ -36,11 +36,11 @@ from reshard.sharded.groups import Group, is_outside, members
 from reshard.sharded.metadata import TensorProperties
 from reshard.sharded.specs import ShardingSpec
 from reshard.tensors.kinds import this_rank
-from reshard.tensors.local import piece_view, whole_on
+from reshard.tensors.local import box_view, piece_view, whole_on
 from reshard.tensors.tensor_move import move_between
 
 __all__ = [
-    "all_agree", "box_slices", "check_in_place", "copy_into", "gather_on", "gather_to",
+    "all_agree", "check_in_place", "copy_into", "gather_on", "gather_to",
     "local_part", "move_like", "move_to", "reduced", "replicated_content", "reshard_target",
     "split_parts", "whole",
 ]  # fmt: skip
@@ -125,7 +125,7 @@ def local_part(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
     shape = tuple(tensor.shape)
     local = tensor.new_empty(layout.local_shape(this_rank(), shape))
     for piece in layout.pieces(this_rank(), shape):
-        piece_view(local, piece).copy_(tensor[box_slices(piece.box)])
+        piece_view(local, piece).copy_(box_view(tensor, Box.whole(shape), piece.box))
     return local
 
 
@@ -148,13 +148,8 @@ def _moved_in_process(
         raise CoverageError(f"this process has no shard of a tensor {list(shape)}: give it one")
     local, full = local.contiguous(), local.new_empty(shape)
     for piece in pieces:
-        full[box_slices(piece.box)] = piece_view(local, piece)
+        box_view(full, Box.whole(shape), piece.box).copy_(piece_view(local, piece))
     return local_part(full, want)
-
-
-def box_slices(box: Box) -> tuple[slice, ...]:
-    """The index that takes a box out of a tensor."""
-    return tuple(slice(*ends) for ends in zip(box.start, box.stop, strict=True))
 
 
 def gather_to(

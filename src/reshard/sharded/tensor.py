@@ -40,15 +40,8 @@ from reshard.sharded.create import (
 )
 from reshard.sharded.files.pickles import reduce
 from reshard.sharded.files.state_dicts import install
-from reshard.sharded.files.torch_checkpoint import (
-    ChunkAttribute,
-    chunk_list,
-    chunk_offsets,
-    chunk_sizes,
-    tensor_shard,
-    write_items,
-)
-from reshard.sharded.groups import Group, check_rrefs, exchange_rrefs
+from reshard.sharded.files.torch_checkpoint import CheckpointTensor
+from reshard.sharded.groups import Group, exchange_rrefs
 from reshard.sharded.metadata import Shard, ShardedTensorMetadata, TensorProperties
 from reshard.sharded.move import check_in_place, gather_to, move_like, reshard_target
 from reshard.sharded.ops.dispatch import dispatch
@@ -58,8 +51,6 @@ from reshard.sharded.specs import LayoutShardingSpec, ShardingSpec
 from reshard.tensors.kinds import this_rank
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-    from torch.distributed.checkpoint.planner import WriteItem
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
@@ -86,7 +77,7 @@ class SeveralShardsError(OperationError, NotImplementedError):
     """A rank has several shards, or none, where one is needed."""
 
 
-class ShardedTensor(ContentTensor):
+class ShardedTensor(CheckpointTensor):
     """One tensor of which every rank holds some shards."""
 
     _remote: dict[int, list[Any]] | None = None
@@ -221,7 +212,7 @@ class ShardedTensor(ContentTensor):
         content, requires_grad = from_local_shards(
             local_shards, global_size, process_group, init_rrefs
         )
-        return tensor_of(content, requires_grad).refer_to_others(init_rrefs)
+        return tensor_of(content, requires_grad, init_rrefs)
 
     @classmethod
     def _init_from_local_tensor(
@@ -233,9 +224,8 @@ class ShardedTensor(ContentTensor):
         init_rrefs: bool = False,
     ) -> ShardedTensor:
         """A tensor from the one shard that a spec gives each rank; nothing is communicated."""
-        check_rrefs(init_rrefs)
         content = from_local_tensor(local_tensor, sharding_spec, global_size, process_group)
-        return tensor_of(content, local_tensor.requires_grad).refer_to_others(init_rrefs)
+        return tensor_of(content, local_tensor.requires_grad, init_rrefs)
 
     @classmethod
     def _init_from_local_shards_and_global_metadata(
@@ -247,16 +237,9 @@ class ShardedTensor(ContentTensor):
         sharding_spec: ShardingSpec | None = None,
     ) -> ShardedTensor:
         """A tensor from local shards and the metadata of all shards; nothing is communicated."""
-        check_rrefs(init_rrefs)
         content = from_metadata(local_shards, sharded_tensor_metadata, sharding_spec, process_group)
         requires_grad = sharded_tensor_metadata.tensor_properties.requires_grad
-        return tensor_of(content, requires_grad).refer_to_others(init_rrefs)
-
-    def refer_to_others(self, init_rrefs: bool = True) -> ShardedTensor:
-        """Exchange RPC references to all shards; every worker of RPC calls this."""
-        if init_rrefs:
-            self._remote = exchange_rrefs(self._content.shards)
-        return self
+        return tensor_of(content, requires_grad, init_rrefs)
 
     def remote_shards(self) -> dict[int, list[Any]]:
         """References to the shards of other ranks, by rank."""
@@ -331,12 +314,6 @@ class ShardedTensor(ContentTensor):
 
     # What Python and torch call to copy, save and compute with the tensor.
 
-    global_shape = ChunkAttribute(lambda content: content.shape)
-    global_offsets = ChunkAttribute(chunk_offsets)
-    # Offsets in the tensor itself, whose size is that of the whole tensor.
-    local_offsets = ChunkAttribute(chunk_offsets)
-    local_sizes = ChunkAttribute(chunk_sizes)
-
     @classmethod
     @cache
     def prepare_torch(cls) -> None:
@@ -374,15 +351,6 @@ class ShardedTensor(ContentTensor):
     def __reduce_ex__(self, protocol: object) -> Any:
         return reduce(self)
 
-    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        return write_items(fqn, self)
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return chunk_list(self._content)
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return tensor_shard(self._content, index)
-
     def __tensor_flatten__(self) -> tuple[list[str], Content]:
         names = [f"_part{number}" for number in range(len(self._content.parts))]
         return names, self._content
@@ -417,9 +385,13 @@ class ShardedTensor(ContentTensor):
 ContentTensor.facade = ShardedTensor
 
 
-def tensor_of(content: Content, requires_grad: bool = False) -> ShardedTensor:
-    """The ShardedTensor of a content."""
+def tensor_of(
+    content: Content, requires_grad: bool = False, init_rrefs: bool = False
+) -> ShardedTensor:
+    """The ShardedTensor of a content; with ``init_rrefs`` every worker of RPC calls this."""
     tensor = cast(ShardedTensor, wrap(content))
+    if init_rrefs:
+        tensor._remote = exchange_rrefs(content.shards)
     return tensor.requires_grad_() if requires_grad else tensor
 
 
@@ -437,7 +409,6 @@ def filled_tensor(
     init_rrefs: bool = False,
 ) -> ShardedTensor:
     """A tensor of which every rank fills its own shards."""
-    check_rrefs(init_rrefs)
     kind = torch.get_default_dtype() if dtype is None else dtype
     properties = TensorProperties(kind, layout, requires_grad, memory_format, pin_memory)
     content = content_for(spec, size_of(size), properties, process_group)
@@ -446,4 +417,4 @@ def filled_tensor(
         options["pin_memory"] = True
     shapes = part_shapes(content.layout, this_rank(), content.shape)
     content = content.with_parts([fill(shape, **options) for shape in shapes])
-    return tensor_of(content, requires_grad).refer_to_others(init_rrefs)
+    return tensor_of(content, requires_grad, init_rrefs)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from reshard.errors import OperationError
-from reshard.sharded import ShardedTensor
+from reshard.sharded import ShardedTensor, shard_tensor
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group
 from tests.sharded.specs_and_values import FOUR, boxes, check_close, chunk, sharded, values
@@ -180,3 +180,11 @@ def test_a_wrong_input_of_one_rank_is_an_error_of_all(pool: Pool) -> None:
     told = pool.run(mistakes, ranks=FOUR)
     assert all(one == told[0] for one in told)
     assert "on rank 2: index 12 is out of range: the weight has 12 rows" in told[0][0]
+
+
+def test_one_process_looks_up_without_a_group() -> None:
+    table = shard_tensor(values(4, 3), chunk(0, [0]))
+    found = F.embedding(torch.tensor([1, 3, 1]), table)
+    check_close(found, values(4, 3)[[1, 3, 1]])
+    with pytest.raises(OperationError, match="need a process group: call"):
+        torch.mm(table, values(3, 2))

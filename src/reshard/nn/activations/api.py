@@ -48,19 +48,15 @@ class Resharding:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self._forwards: weakref.WeakKeyDictionary[nn.Module, ReshardedForward] = (
+        self.forwards: weakref.WeakKeyDictionary[nn.Module, ReshardedForward] = (
             weakref.WeakKeyDictionary()
         )
 
-    def track(self, module: nn.Module, forward: ReshardedForward) -> None:
-        """Remember a module whose forward was replaced."""
-        self._forwards[module] = forward
-
     def detach(self, module: nn.Module) -> None:
         """Restore the forward of a module; what it has saved is still restored in backward."""
-        if module not in self._forwards:
+        if module not in self.forwards:
             return
-        forward = self._forwards.pop(module)
+        forward = self.forwards.pop(module)
         forward.is_removed = True
         if vars(module).get("forward") is forward:  # else another wrapper is around it
             del module.forward
@@ -69,13 +65,13 @@ class Resharding:
 
     def remove(self) -> None:
         """Restore the forwards of all modules; a second call does nothing."""
-        for module in list(self._forwards):
+        for module in list(self.forwards):
             self.detach(module)
 
     @property
     def modules(self) -> tuple[str, ...]:
         """The paths of the modules."""
-        return tuple(forward.path for forward in self._forwards.values())
+        return tuple(forward.path for forward in self.forwards.values())
 
     def stats(self) -> Stats:
         """The counters so far."""
@@ -140,7 +136,7 @@ class ReshardedForward:
         module = getattr(copied.__wrapped__, "__self__", None)
         if isinstance(module, nn.Module):
             copied._parameters = Parameters(module)
-            self.handle.track(module, copied)
+            self.handle.forwards[module] = copied
         return copied
 
     def __reduce__(self) -> Any:
@@ -201,8 +197,8 @@ def input_reshard(
         if isinstance(before, ReshardedForward):
             before.handle.detach(child)
         name = path or type(child).__name__
-        child.forward = ReshardedForward(child, handle, name, dim, parameters)
-        handle.track(child, child.forward)
+        handle.forwards[child] = ReshardedForward(child, handle, name, dim, parameters)
+        child.forward = handle.forwards[child]
     return module
 
 

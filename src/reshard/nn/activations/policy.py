@@ -98,31 +98,20 @@ class Policy:
         label = f"{label}, {what}"
         with self._lock:
             source = source or TensorLocation.of(local, label)
-            region = self._find_or_create(local, source, label, is_replicated, call)
+            gaps = None if source.is_dense else source.elements
+            key = (source.address, source.start, source.stop, gaps, local._version, call)
+            region = self._regions.get(key)
+            if region is None:
+                memory = _bytes_of(local, source)
+                # A share is whole elements, unless a view with larger elements was saved first.
+                unit = local.element_size() if memory.numel() % local.element_size() == 0 else 1
+                region = Region(label, memory, unit, source.storage, is_replicated, self.stats)
+                self._regions[key] = region
+                self._place(region)
             offset = int(local.storage_offset()) - source.start // local.element_size()
             gapped = None if source.is_dense else (source.size, source.stride)
             view = StorageView(local.dtype, tuple(local.shape), local.stride(), offset, gapped)
             return SavedView(region, view, saved, self._restore)
-
-    def _find_or_create(
-        self,
-        local: torch.Tensor,
-        source: TensorLocation,
-        label: str,
-        is_replicated: bool,
-        call: int,
-    ) -> Region:
-        gaps = None if source.is_dense else source.elements
-        key = (source.address, source.start, source.stop, gaps, local._version, call)
-        region = self._regions.get(key)
-        if region is None:
-            memory = _bytes_of(local, source)
-            # A share is whole elements, unless a view with larger elements was saved first.
-            unit = local.element_size() if memory.numel() % local.element_size() == 0 else 1
-            region = Region(label, memory, unit, source.storage, is_replicated, self.stats)
-            self._regions[key] = region
-            self._place(region)
-        return region
 
     def _place(self, region: Region) -> None:
         """Offload a region, leave it whole, or keep only this rank's share."""

@@ -66,9 +66,7 @@ class Restorer:
         self._expected: list[Region] = []
         """The regions that all ranks expect to read next."""
         self._prefetched: list[Region] = []
-        """The regions of the last exchange."""
-        self._last_number = 0
-        """The number of the last region of the last exchange; reading it starts the next one."""
+        """The regions of the last exchange; reading the last of them starts the next exchange."""
         self._whole: list[Region] = []
         """Restored regions, in the order of their last use."""
         self._lock = threading.RLock()
@@ -140,7 +138,7 @@ class Restorer:
                 other.whole = None
             self._complete(self._fetch([region], timeout, headroom, False))
         self._order.read(region)
-        if region.number == self._last_number and self._expected and self._in_flight is None:
+        if self._expected and region is self._prefetched[-1] and self._in_flight is None:
             self._in_flight = self._fetch(self._expected, timeout, headroom, True)
 
     def _fetch(
@@ -177,7 +175,6 @@ class Restorer:
             region.whole = whole if region.views else None
         is_same = all(numbers[count:] == gathered[0][count:] for numbers in gathered)
         self._expected = fetch.following if is_same else []
-        self._last_number = fetch.regions[-1].number
 
     def _free_older(self, region: Region, count: int) -> None:
         """Keep only the last ``count`` regions that were read restored."""
@@ -193,7 +190,7 @@ class Restorer:
             yield
         except LiveError:
             self._order, self._in_flight = _ReadOrder(), None
-            self._expected, self._prefetched, self._last_number = [], [], 0
+            self._expected, self._prefetched = [], []
             raise
 
 

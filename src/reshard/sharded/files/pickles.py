@@ -13,8 +13,7 @@ are on the ranks that read them, until it is copied into a tensor with another l
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from math import prod
@@ -27,7 +26,7 @@ import torch.distributed as dist
 from reshard.errors import ArgumentError, OperationError, StateError
 from reshard.layout.box import Box
 from reshard.layout.layout import BoxLayout, Layout
-from reshard.sharded.content import Content, ContentTensor, part_shapes, wrap
+from reshard.sharded.content import Content, ContentTensor, map_nested, part_shapes, wrap
 from reshard.sharded.create import content_of_shards
 from reshard.sharded.groups import Group, check_members, current_process_group, is_outside, members
 from reshard.sharded.metadata import ShardMetadata, check_disjoint, check_tensor
@@ -193,7 +192,7 @@ class File:
     """The file that one rank saved."""
 
     path: Path
-    state: Mapping[str, Any]
+    state: State
     entries: dict[Key, Any]
     """All values in it that are no dicts and no lists."""
     sharded: dict[str, ContentTensor]
@@ -236,7 +235,11 @@ def load_files(
         if id(tensor) not in joined:
             own = [files[index].sharded[name] for index in mine]
             joined[id(tensor)] = _join(name, rows, own, paths, group)
-    state: dict[str, Any] = _with_joined(files[0].state, joined)
+
+    def whole_of(value: Any) -> Any:
+        return joined[id(value)] if isinstance(value, ContentTensor) else value
+
+    state: dict[str, Any] = map_nested(whole_of, files[0].state)
     return state
 
 
@@ -248,7 +251,7 @@ def _read(path: Path, weights_only: bool, map_location: Any) -> File:
         raise _wrong(path, f"cannot be read: {first_line(error)}") from error
     finally:
         _from_other_ranks.reset(token)
-    if not isinstance(state, Mapping):
+    if not isinstance(state, dict):
         raise _wrong(path, f"holds a {type(state).__name__}, not a state dict")
     entries = dict(_entries(state, ()))
     sharded = {_name(key): one for key, one in entries.items() if isinstance(one, ContentTensor)}
@@ -260,7 +263,7 @@ def _wrong(path: Path, why: str) -> ArgumentError:
 
 
 def _entries(value: Any, key: Key) -> list[tuple[Key, Any]]:
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         inside = list(value.items())
     elif isinstance(value, list | tuple):
         inside = list(enumerate(value))
@@ -347,18 +350,3 @@ def _metadata(name: str, rows: list[tuple[int, dict[str, Row]]]) -> tuple[ShardM
             key = (shard.shard_offsets, shard.shard_sizes)
             shards.setdefault((key, rank, len(shards)) if shard.is_empty else key, shard)
     return tuple(shards.values())
-
-
-def _with_joined(value: Any, joined: dict[int, ContentTensor]) -> Any:
-    """The saved state, with the joined tensors in place of one rank's."""
-    if isinstance(value, ContentTensor):
-        return joined[id(value)]
-    if isinstance(value, Mapping):
-        copy: Any = OrderedDict() if isinstance(value, OrderedDict) else {}
-        copy.update({name: _with_joined(one, joined) for name, one in value.items()})
-        if hasattr(value, "_metadata"):
-            copy._metadata = value._metadata  # the versions of modules in a state dict
-        return copy
-    if isinstance(value, list | tuple):
-        return type(value)(_with_joined(one, joined) for one in value)
-    return value

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from reshard.errors import DisagreementError, OperationError, TensorError
-from reshard.sharded.content import Content, ContentTensor, wrap
+from reshard.sharded.content import Content, ContentTensor, map_nested, wrap
 from reshard.sharded.files.pickles import written_for_all
 from reshard.sharded.groups import members
 from reshard.sharded.move import gather_on, local_part, split_parts
@@ -69,26 +69,19 @@ def _gathering(original: Function) -> Function:
     @wraps(original)
     def gather(state_dict: object, **options: Any) -> Any:
         ranks = options.get("ranks_only") or ()
-        device = torch.device("cpu") if options.get("cpu_offload") else None
-        return original(_gathered(state_dict, ranks, device), **options)
+
+        def whole_of(value: Any) -> Any:
+            if not isinstance(value, ContentTensor):
+                return value
+            group = members(value._content.group)
+            chosen = [rank for rank in group if not ranks or rank in ranks]
+            whole = gather_on(value._content, chosen)
+            # One by one: the whole tensors of a model may not fit on the device together.
+            return whole.cpu() if whole is not None and options.get("cpu_offload") else whole
+
+        return original(map_nested(whole_of, state_dict), **options)
 
     return gather
-
-
-def _gathered(value: Any, ranks: Sequence[int], device: torch.device | None) -> Any:
-    """Nested dicts and lists with whole tensors on the given ranks, or on all."""
-    if isinstance(value, ContentTensor):
-        group = members(value._content.group)
-        chosen = [rank for rank in group if not ranks or rank in ranks]
-        whole = gather_on(value._content, chosen)
-        # One by one: the whole tensors of a model may not fit on the device together.
-        return whole if whole is None or device is None else whole.to(device)
-    if isinstance(value, dict):
-        return {key: _gathered(one, ranks, device) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        found = [_gathered(one, ranks, device) for one in value]
-        return tuple(found) if isinstance(value, tuple) else found
-    return value
 
 
 def _distributing(original: Function) -> Function:

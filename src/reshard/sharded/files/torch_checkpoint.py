@@ -8,13 +8,11 @@ offsets. So all ranks must split a tensor into the same chunks:
     rank 0   [0:6)                 [0:4) of rank 0
     rank 1      [4:9)      ->      [4:6) of both, written by one of them
                                    [6:9) of rank 1
-
-Other versions of torch read the same from the attributes of ``CheckpointableTensor``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -37,9 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = [
-    "ChunkAttribute", "chunk_list", "chunk_offsets", "chunk_sizes", "tensor_shard", "write_items",
-]  # fmt: skip
+__all__ = ["CheckpointTensor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,95 +53,68 @@ class Chunk:
         return outer if self.box == self.piece.box else box_view(outer, self.piece.box, self.box)
 
 
-def write_items(name: str, tensor: ContentTensor) -> list[WriteItem]:
-    """The chunks of a tensor that this rank can write."""
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        MetadataIndex,
-        TensorProperties,
-    )
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+class CheckpointTensor(ContentTensor):
+    """What torch's checkpoints ask of a tensor: the base class of ShardedTensor."""
 
-    content = tensor._content
-    _check_saved(name, content)
-    size, common = torch.Size(content.shape), TensorProperties.create_from_tensor(tensor)
-    # A tensor without elements is written too, as one chunk: its name must not be missing.
-    empty = [Box.whole(content.shape)] if 0 in content.shape else []
-    boxes = [chunk.box for chunk in _chunks(content).values()] or empty
-    return [
-        WriteItem(
-            MetadataIndex(name, torch.Size(box.start)),
-            WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape)), common, size
-            ),
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        """The chunks that this rank can write."""
+        from torch.distributed.checkpoint.metadata import (
+            ChunkStorageMetadata,
+            MetadataIndex,
+            TensorProperties,
         )
-        for box in boxes
-    ]
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-
-def chunk_list(content: Content) -> list[ChunkStorageMetadata]:
-    """The chunks of a tensor that this rank reads."""
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-    try:
-        _check_values("loading it", content)
-    except OperationError as error:
-        # Not a ReshardError: torch takes a ValueError here for something else, and hides it.
-        raise RuntimeError(str(error)) from error
-    return [
-        ChunkStorageMetadata(torch.Size(chunk.box.start), torch.Size(chunk.box.shape))
-        for chunk in _chunks(content).values()
-    ]
-
-
-def tensor_shard(content: Content, index: MetadataIndex) -> torch.Tensor:
-    """The memory of the chunk that an index names, to be written to a file or read into."""
-    chunks = _chunks(content)
-    if index.offset is None and len(chunks) > 1:
-        raise ArgumentError(
-            f"Cannot lookup {quoted(index.fqn)}: this rank has {len(chunks)} chunks of it, and "
-            "no offset was provided: give the offset of one"
-        )
-    start = next(iter(chunks), ()) if index.offset is None else tuple(index.offset)
-    if start in chunks:
-        return chunks[start].view(content.parts)
-    if 0 in content.shape and not any(start):
-        return torch.empty(content.shape, dtype=content.dtype, device=content.device)
-    boxes = ", ".join(str(chunk.box) for chunk in chunks.values()) or "none"
-    raise ArgumentError(
-        f"Could not find shard of {quoted(index.fqn)} at {list(start)}: rank {this_rank()} has "
-        f"{boxes}; make a plan for the tensor as it is sharded now"
-    )
-
-
-def chunk_offsets(content: Content) -> tuple[tuple[int, ...], ...]:
-    """The offsets of the chunks of this rank in the whole tensor."""
-    return tuple(chunk.box.start for chunk in _chunks(content).values())
-
-
-def chunk_sizes(content: Content) -> tuple[tuple[int, ...], ...]:
-    """The shapes of the chunks of this rank."""
-    return tuple(chunk.box.shape for chunk in _chunks(content).values())
-
-
-@dataclass(frozen=True)
-class ChunkAttribute:
-    """An attribute of torch's protocol ``CheckpointableTensor``."""
-
-    read: Callable[[Content], tuple[object, ...]]
-
-    def __get__(self, tensor: ContentTensor | None, owner: type | None = None) -> object:
-        return self if tensor is None else self.read(tensor._content)
-
-    def __set__(self, tensor: ContentTensor, value: object) -> None:
-        """Accept the same value: torch copies attributes from a meta tensor to its replacement."""
-        current = self.read(tensor._content)
-        if value != current:
-            raise AttributeError(
-                f"the chunks of a ShardedTensor follow from its layout, they are {current} and "
-                f"cannot be set to {value}: reshard it instead"
+        content = self._content
+        _check_saved(fqn, content)
+        size, common = torch.Size(content.shape), TensorProperties.create_from_tensor(self)
+        # A tensor without elements is written too, as one chunk: its name must not be missing.
+        empty = [Box.whole(content.shape)] if 0 in content.shape else []
+        boxes = [chunk.box for chunk in _chunks(content).values()] or empty
+        return [
+            WriteItem(
+                MetadataIndex(fqn, torch.Size(box.start)),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape)), common, size
+                ),
             )
+            for box in boxes
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """The chunks that this rank reads."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        try:
+            _check_values("loading it", self._content)
+        except OperationError as error:
+            # Not a ReshardError: torch takes a ValueError here for something else, and hides it.
+            raise RuntimeError(str(error)) from error
+        return [
+            ChunkStorageMetadata(torch.Size(chunk.box.start), torch.Size(chunk.box.shape))
+            for chunk in _chunks(self._content).values()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """The memory of the chunk that an index names, to be written to a file or read into."""
+        content = self._content
+        chunks = _chunks(content)
+        if index.offset is None and len(chunks) > 1:
+            raise ArgumentError(
+                f"Cannot lookup {quoted(index.fqn)}: this rank has {len(chunks)} chunks of it, and "
+                "no offset was provided: give the offset of one"
+            )
+        start = next(iter(chunks), ()) if index.offset is None else tuple(index.offset)
+        if start in chunks:
+            return chunks[start].view(content.parts)
+        if 0 in content.shape and not any(start):
+            return torch.empty(content.shape, dtype=content.dtype, device=content.device)
+        boxes = ", ".join(str(chunk.box) for chunk in chunks.values()) or "none"
+        raise ArgumentError(
+            f"Could not find shard of {quoted(index.fqn)} at {list(start)}: rank {this_rank()} has "
+            f"{boxes}; make a plan for the tensor as it is sharded now"
+        )
 
 
 def _check_saved(name: str, content: Content) -> None:

@@ -19,7 +19,14 @@ import torch
 from reshard.errors import OperationError
 from reshard.layout.box import Box
 from reshard.layout.layout import Layout
-from reshard.sharded.content import Content, ContentTensor, per_layout, strides_like, wrap
+from reshard.sharded.content import (
+    Content,
+    ContentTensor,
+    map_nested,
+    per_layout,
+    strides_like,
+    wrap,
+)
 from reshard.sharded.move import all_agree, copy_into, reduced, replicated_content, whole
 from reshard.sharded.ops.dtensor import (
     Args,
@@ -28,8 +35,6 @@ from reshard.sharded.ops.dtensor import (
     Value,
     each_value,
     first_content,
-    map_arguments,
-    map_values,
     run_in_dtensor,
     unsupported,
     written,
@@ -79,7 +84,7 @@ def _run_whole(func: Op, args: Args, kwargs: Kwargs, targets: list[Value]) -> Va
     def lend(value: Value) -> Value:
         return copies[id(value)] if id(value) in copies else as_plain(value)
 
-    positional, named = map_arguments(lend, args, kwargs)
+    positional, named = map_nested(lend, (args, kwargs))
     results = func(*positional, **named)
     for one in contents:
         result = copies[id(one)]
@@ -97,7 +102,7 @@ def _run_whole(func: Op, args: Args, kwargs: Kwargs, targets: list[Value]) -> Va
             return value
         return owners[id(value)] if id(value) in owners else replicated_content(value, group)
 
-    return map_values(result_of, results)
+    return map_nested(result_of, results)
 
 
 def _needs_whole(func: Op, args: Args) -> bool:
@@ -156,11 +161,11 @@ def dispatch(func: Op, args: Args, kwargs: Kwargs) -> Value:
 
     included = torch._C._SetExcludeDispatchKeyGuard
     with included(LAZY[0], False), included(LAZY[1], False), included(LAZY[2], False):
-        contents, named = map_arguments(content_of, args, kwargs)
+        contents, named = map_nested(content_of, (args, kwargs))
         result = run(func, contents, named)
         if torch.Tag.nondeterministic_seeded in func.tags:
             _agree_on_random(result)
-    result = map_values(tensor_of, result)
+    result = map_nested(tensor_of, result)
     if func.is_view and isinstance(args[0], ContentTensor):
         _mark_copies(args[0], result)
     return result
@@ -174,7 +179,7 @@ def run(func: Op, args: Args, kwargs: Kwargs) -> Value:
     view = _copied_view(func)
     if view is not None:
         viewed = run(view, args, kwargs)
-        return map_values(lambda one: run(aten.clone.default, (one,), {}), viewed)
+        return map_nested(lambda one: run(aten.clone.default, (one,), {}), viewed)
     if is_loss(func):
         return run_loss(func, args, kwargs, run)
     if is_elementwise(func):

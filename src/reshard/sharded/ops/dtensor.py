@@ -7,10 +7,10 @@ arguments of operations, which all ways to run one use, are here too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,8 +21,15 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from reshard.errors import LiveError, OperationError, ReshardError
 from reshard.layout.layout import Layout
-from reshard.sharded.autograd import Context, lay_out_gradient, to_layout
-from reshard.sharded.content import Content, ContentTensor, per_layout, strides_like, wrap
+from reshard.sharded.autograd import lay_out_gradient, linear, to_layout
+from reshard.sharded.content import (
+    Content,
+    ContentTensor,
+    map_nested,
+    per_layout,
+    strides_like,
+    wrap,
+)
 from reshard.sharded.groups import Group, members
 from reshard.sharded.move import move_to, reduced
 from reshard.tensors.dtensor.placements import layout_from, placements_of
@@ -33,7 +40,7 @@ from reshard.text import first_line
 
 __all__ = [
     "Args", "Kwargs", "Op", "Value", "each_value", "first_content", "fits_dtensor", "from_dtensor",
-    "map_arguments", "map_values", "run_in_dtensor", "to_dtensor", "unsupported", "written",
+    "run_in_dtensor", "to_dtensor", "unsupported", "written",
 ]  # fmt: skip
 
 aten = torch.ops.aten
@@ -58,22 +65,6 @@ Value = Any
 """One argument or result of an operation, or a list of them."""
 Args = Sequence[Value]
 Kwargs = dict[str, Value]
-
-
-def map_values(function: Callable[[Value], Value], values: Value) -> Value:
-    """Values with a function applied to each, inside lists and tuples as well."""
-    if isinstance(values, list | tuple):
-        mapped = [map_values(function, value) for value in values]
-        return tuple(mapped) if isinstance(values, tuple) else mapped
-    return function(values)
-
-
-def map_arguments(
-    function: Callable[[Value], Value], args: Args, kwargs: Kwargs
-) -> tuple[Args, Kwargs]:
-    """Arguments with a function applied to each value."""
-    named = {name: map_values(function, value) for name, value in kwargs.items()}
-    return map_values(function, tuple(args)), named
 
 
 def each_value(args: Iterable[Value]) -> Iterator[Value]:
@@ -116,7 +107,11 @@ def _mesh_of(content: Content) -> DeviceMesh:
     if content.mesh is not None:
         return content.mesh
     group = content.group or dist.group.WORLD
-    assert group is not None
+    if group is None:
+        raise OperationError(
+            "operations that mix elements of a ShardedTensor need a process group: call "
+            "torch.distributed.init_process_group first, or take full_tensor()"
+        )
     meshes = _meshes.setdefault(group, {})
     kind = content.device.type
     if kind not in meshes:
@@ -174,8 +169,11 @@ _placements = per_layout(placements_of)
 
 
 def fits_dtensor(content: Content) -> bool:
-    """Whether placements of DTensor express the layout."""
-    return _placements(content.layout, _mesh_of(content), content.shape) is not None
+    """Whether placements of DTensor express the layout; never without a process group."""
+    return (
+        dist.is_initialized()
+        and _placements(content.layout, _mesh_of(content), content.shape) is not None
+    )
 
 
 def _content_of(tensor: DTensor, group: Group) -> Content:
@@ -228,8 +226,8 @@ def run_in_dtensor(func: Op, args: Args, kwargs: Kwargs) -> Value:
         return reduced(_content_of(value, first.group))
 
     try:
-        positional, named = map_arguments(lend, _normalized_dims(func, args), kwargs)
-        return map_values(result_of, func(*positional, **named))
+        positional, named = map_nested(lend, (_normalized_dims(func, args), kwargs))
+        return map_nested(result_of, func(*positional, **named))
     except LiveError:
         raise
     except (ReshardError, NotImplementedError, RuntimeError, AssertionError) as error:
@@ -287,50 +285,27 @@ def _has_empty_rank(layout: Layout, shape: tuple[int, ...], ranks: Sequence[int]
     )
 
 
-class DTensorContext(Context, Protocol):
-    """What the functions below save for backward."""
+def to_dtensor(tensor: ContentTensor, device_mesh: DeviceMesh | None = None) -> DTensor:
+    """The same memory as a DTensor; gradients flow back."""
+    content, source = tensor._content, tensor._content.without_parts()
+    mesh = device_mesh or _mesh_of(content)
 
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
+    def back(gradient: DTensor) -> ContentTensor:
+        return lay_out_gradient(source, from_dtensor(gradient, source.group))
 
-
-class _ToDTensor(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: DTensorContext, tensor: ContentTensor, device_mesh: DeviceMesh | None
-    ) -> DTensor:
-        content = tensor._content
-        ctx.content = content.without_parts()
-        return _dtensor_from(content, device_mesh or _mesh_of(content))
-
-    @staticmethod
-    def backward(ctx: DTensorContext, *gradients: DTensor) -> tuple[ContentTensor, None]:
-        gradient = from_dtensor(gradients[0], ctx.content.group)
-        return lay_out_gradient(ctx.content, gradient), None
-
-
-class _FromDTensor(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: DTensorContext, tensor: DTensor, group: Group) -> ContentTensor:
-        ctx.mesh, ctx.placements = tensor.device_mesh, tuple(tensor.placements)
-        return wrap(_content_of(tensor, group))
-
-    @staticmethod
-    def backward(ctx: DTensorContext, *gradients: ContentTensor) -> tuple[DTensor, None]:
-        (gradient,) = gradients
-        kept = tuple(Replicate() if one.is_partial() else one for one in ctx.placements)
-        layout = layout_from(ctx.mesh, kept, gradient.shape)
-        target = replace(gradient._content, layout=layout, spec=None, stated=None)
-        return to_dtensor(to_layout(gradient, target), ctx.mesh), None
-
-
-to_dtensor: Callable[[ContentTensor, DeviceMesh | None], DTensor] = _ToDTensor.apply
-"""The same memory as a DTensor; gradients flow back."""
-_from_dtensor: Callable[[DTensor, Group], ContentTensor] = _FromDTensor.apply
+    return linear(lambda: _dtensor_from(content, mesh), back, tensor)
 
 
 def from_dtensor(tensor: DTensor, group: Group = None) -> ContentTensor:
     """The ShardedTensor with the memory of a DTensor; gradients flow back."""
-    if group is None and tensor.device_mesh.ndim == 1:
-        group = tensor.device_mesh.get_group()
-    return _from_dtensor(tensor, group)
+    mesh = tensor.device_mesh
+    if group is None and mesh.ndim == 1:
+        group = mesh.get_group()
+    kept = tuple(Replicate() if one.is_partial() else one for one in tensor.placements)
+
+    def back(gradient: ContentTensor) -> DTensor:
+        layout = layout_from(mesh, kept, gradient.shape)
+        target = replace(gradient._content, layout=layout, spec=None, stated=None)
+        return to_dtensor(to_layout(gradient, target), mesh)
+
+    return linear(lambda: wrap(_content_of(tensor, group)), back, tensor)

@@ -13,10 +13,10 @@ from math import prod
 import torch
 import torch.distributed as dist
 
+from reshard.layout.box import Box
 from reshard.layout.layout import BoxLayout
 from reshard.sharded.content import Content
 from reshard.sharded.move import (
-    box_slices,
     copy_into,
     local_part,
     move_to,
@@ -26,6 +26,7 @@ from reshard.sharded.move import (
 )
 from reshard.sharded.ops.dtensor import Args, Kwargs, Op, Value, run_in_dtensor, written
 from reshard.tensors.kinds import this_rank
+from reshard.tensors.local import box_view
 
 __all__ = [
     "as_plain", "is_elementwise", "is_loss", "is_on_lists", "result_strides", "run_elementwise",
@@ -164,7 +165,8 @@ def _broadcast(content: Content, like: Content) -> Value:
     if not like.parts:
         return wide.new_empty(0)
     if isinstance(like.layout, BoxLayout):
-        return tuple(wide[box_slices(box)] for box in like.layout.boxes[this_rank()])
+        boxes = like.layout.boxes[this_rank()]
+        return tuple(box_view(wide, Box.whole(like.shape), box) for box in boxes)
     return split_parts(local_part(wide, like.layout), like.layout)
 
 

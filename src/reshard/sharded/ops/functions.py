@@ -13,15 +13,14 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from reshard.errors import ArgumentTypeError, OperationError
 from reshard.layout.layout import BoxLayout
 from reshard.sharded.autograd import from_parts, gradient_hook, replicated, to_local, to_whole
-from reshard.sharded.content import Content, ContentTensor
+from reshard.sharded.content import Content, ContentTensor, map_nested
 from reshard.sharded.groups import members
 from reshard.sharded.move import all_agree
-from reshard.sharded.ops.dtensor import Args, Kwargs
+from reshard.sharded.ops.dtensor import Args, Kwargs, each_value
 from reshard.sharded.ops.lookup import call_on_inputs
 
 __all__ = [
@@ -56,7 +55,9 @@ def _attend(
     if is_for_all and len(tensors) == 3 and _have_whole_heads([one._content for one in tensors]):
         local = func(*map(to_local, tensors), attn_mask, *args, **kwargs)
         first = tensors[0]._content
-        return from_parts(first.sized((*first.shape[:-1], local.shape[-1])), local)
+        shape = (*first.shape[:-1], local.shape[-1])
+        result = replace(first, shape=shape, spec=None, stated=None, stated_stride=None)
+        return from_parts(result, local)
     with sdpa_kernel(SDPBackend.MATH), torch._C.DisableTorchFunctionSubclass():
         return func(query, key, value, attn_mask, *args, **kwargs)
 
@@ -127,8 +128,8 @@ def call(func: Function, types: object, args: Args, kwargs: Kwargs) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args)  # an attribute: read a dozen times in every operation
     if _for_all or _for_spec:
-        leaves = tree_flatten((args, kwargs))[0]
-        content = next(one._content for one in leaves if isinstance(one, ContentTensor))
+        values = each_value((*args, *kwargs.values()))
+        content = next(one._content for one in values if isinstance(one, ContentTensor))
         own = _for_spec.get(type(content.spec), {}).get(func) or _for_all.get(func)
         if own is not None:
             return own(types, args, kwargs, content.group)
@@ -147,7 +148,7 @@ def call(func: Function, types: object, args: Args, kwargs: Kwargs) -> Any:
 def _call(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Call a function below ``__torch_function__``."""
     if _writes_plain(func, args, kwargs):
-        args, kwargs = tree_map(
+        args, kwargs = map_nested(
             lambda one: to_whole(one) if isinstance(one, ContentTensor) else one, (args, kwargs)
         )
     elif torch.is_grad_enabled() and func not in OF_AUTOGRAD:
@@ -222,17 +223,18 @@ def _with_replicas(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     simple = ContentTensor | int | float | str | torch.dtype | None
     if not kwargs and all(isinstance(arg, simple) for arg in args):
         return args, kwargs
-    leaves, tree = tree_flatten((args, kwargs))
-    sharded = [leaf for leaf in leaves if isinstance(leaf, ContentTensor)]
-    if not sharded or not any(map(_needs_gradient, leaves)):
+    values = list(each_value((*args, *kwargs.values())))
+    sharded = [value for value in values if isinstance(value, ContentTensor)]
+    if not sharded or not any(map(_needs_gradient, values)):
         return args, kwargs
     group = sharded[0]._content.group
-    leaves = [replicated(leaf, group) if _needs_gradient(leaf) else leaf for leaf in leaves]
-    replaced: tuple[Args, Kwargs] = tree_unflatten(leaves, tree)
+    replaced: tuple[Args, Kwargs] = map_nested(
+        lambda one: replicated(one, group) if _needs_gradient(one) else one, (args, kwargs)
+    )
     return replaced
 
 
-def _needs_gradient(leaf: object) -> bool:
+def _needs_gradient(value: object) -> bool:
     """Whether a value is a plain tensor that requires gradients."""
-    kind = type(leaf) in (torch.Tensor, torch.nn.Parameter)
-    return kind and leaf.requires_grad and leaf.numel() > 0  # type: ignore[attr-defined]
+    kind = type(value) in (torch.Tensor, torch.nn.Parameter)
+    return kind and value.requires_grad and value.numel() > 0  # type: ignore[attr-defined]

@@ -17,14 +17,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
 from reshard.errors import OperationError
-from reshard.sharded.autograd import Context, lay_out_gradient, replicated, to_whole
+from reshard.sharded.autograd import lay_out_gradient, linear, replicated, to_whole
 from reshard.sharded.content import Content, ContentTensor, part_shapes, wrap
 from reshard.sharded.groups import members
 from reshard.sharded.ops.dtensor import Args, Kwargs, fits_dtensor
@@ -153,10 +153,10 @@ class _Lookup:
     def on_rows(self, rows: torch.Tensor, differ: bool) -> torch.Tensor:
         """The result for this rank's inputs, computed with the needed rows."""
         if self.func is F.linear:
-            bias = self.named["bias"]
+            bias, every = self.named["bias"], torch.arange(self.weight.shape[0])
             if isinstance(bias, ContentTensor):
-                bias = rows_of(bias, None, differ)
-            return F.linear(self.named["input"], rows_of(self.weight, None, differ), bias)
+                bias = rows_of(bias, every, differ)
+            return F.linear(self.named["input"], rows_of(self.weight, every, differ), bias)
         if self.named["max_norm"] is not None:
             self._renormalize(rows)
         return self._look_up_in(rows_of(self.weight, rows, differ), rows)
@@ -198,38 +198,25 @@ def _gathered(own: torch.Tensor, content: Content) -> list[torch.Tensor]:
     return gathered
 
 
-class LookupContext(Context, Protocol):
-    """What the functions below save for backward."""
+def rows_of(tensor: ContentTensor, rows: torch.Tensor, differ: bool) -> torch.Tensor:
+    """Some rows of a sharded tensor on all ranks; gradients flow back.
 
-    rows: torch.Tensor | None
-    differ: bool
+    Gradients that differ between ranks are summed; otherwise they are taken to be the same.
+    """
+    content, source = tensor._content, tensor._content.without_parts()
 
+    def back(gradient: torch.Tensor) -> ContentTensor:
+        return _gradient_of(gradient, source, rows, differ)
 
-class _RowsOf(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: LookupContext, weight: ContentTensor, rows: torch.Tensor | None, differ: bool
-    ) -> torch.Tensor:
-        ctx.content, ctx.rows, ctx.differ = weight._content.without_parts(), rows, differ
-        return _fetched(weight._content, rows)
-
-    @staticmethod
-    def backward(ctx: LookupContext, *gradients: torch.Tensor) -> tuple[ContentTensor, None, None]:
-        return _gradient_of(gradients[0], ctx.content, ctx.rows, ctx.differ), None, None
+    return linear(lambda: _fetched(content, rows), back, tensor)
 
 
-class _GradientOf(torch.autograd.Function):
+def _gradient_of(
+    gradient: torch.Tensor, content: Content, rows: torch.Tensor, differ: bool
+) -> ContentTensor:
     """The gradient of a tensor from the gradient of some of its rows; 0 elsewhere."""
 
-    @staticmethod
-    def forward(
-        ctx: LookupContext,
-        gradient: torch.Tensor,
-        content: Content,
-        rows: torch.Tensor | None,
-        differ: bool,
-    ) -> ContentTensor:
-        ctx.content, ctx.rows, ctx.differ = content, rows, differ
+    def scatter() -> ContentTensor:
         total = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
         if differ:
             total = total.clone(memory_format=torch.contiguous_format)
@@ -240,35 +227,21 @@ class _GradientOf(torch.autograd.Function):
         _put(gradients, rows, total)
         return wrap(gradients)
 
-    @staticmethod
-    def backward(
-        ctx: LookupContext, *gradients: torch.Tensor
-    ) -> tuple[torch.Tensor, None, None, None]:
-        laid_out = lay_out_gradient(ctx.content, gradients[0])
-        return rows_of(laid_out, ctx.rows, ctx.differ), None, None, None
+    def back(gradient: torch.Tensor) -> torch.Tensor:
+        return rows_of(lay_out_gradient(content, gradient), rows, differ)
+
+    return linear(scatter, back, gradient)
 
 
-rows_of: Callable[[ContentTensor, torch.Tensor | None, bool], torch.Tensor] = _RowsOf.apply
-"""Some rows of a sharded tensor on all ranks, or all of them; gradients flow back.
-
-Gradients that differ between ranks are summed; otherwise they are taken to be the same.
-"""
-_gradient_of: Function = _GradientOf.apply
-
-
-def _fetched(content: Content, rows: torch.Tensor | None) -> torch.Tensor:
+def _fetched(content: Content, rows: torch.Tensor) -> torch.Tensor:
     """Some rows of a tensor on all ranks; each sends its part of them, in one collective."""
-    count = content.shape[0] if rows is None else len(rows)
-    table = torch.empty(count, *content.shape[1:], dtype=content.dtype, device=content.device)
+    table = torch.empty(len(rows), *content.shape[1:], dtype=content.dtype, device=content.device)
     regions = _table_regions(content, rows)
     pairs = zip(content.shards, regions.get(this_rank(), []), strict=True)
     own = []
     for shard, region in pairs:
-        values = shard.tensor
-        if rows is not None:
-            places = rows[region[0]].to(values.device) - shard.metadata.shard_offsets[0]
-            values = values.index_select(0, places)
-        own.append(values.reshape(-1))
+        places = rows[region[0]].to(content.device) - shard.metadata.shard_offsets[0]
+        own.append(shard.tensor.index_select(0, places).reshape(-1))
     flat = torch.cat(own) if own else table.new_empty(0)
     ranks = members(content.group)
     padded = flat.new_zeros(
@@ -290,15 +263,14 @@ Regions = dict[int, list[tuple[slice, ...]]]
 """For each rank, the regions of a table that its shards have."""
 
 
-def _table_regions(content: Content, rows: torch.Tensor | None) -> Regions:
+def _table_regions(content: Content, rows: torch.Tensor) -> Regions:
     """The regions of the shards of every rank in a table of some rows."""
     regions: Regions = {}
     shards = content.shards_metadata
     ends = [(one.shard_offsets[0], one.shard_offsets[0] + one.shard_sizes[0]) for one in shards]
-    if rows is not None:
-        edges = torch.tensor(ends, dtype=torch.int64, device=rows.device).reshape(-1, 2)
-        ends = [(a, b) for a, b in torch.searchsorted(rows, edges).tolist()]
-    for shard, (start, stop) in zip(shards, ends, strict=True):
+    edges = torch.tensor(ends, dtype=torch.int64, device=rows.device).reshape(-1, 2)
+    places = torch.searchsorted(rows, edges).tolist()
+    for shard, (start, stop) in zip(shards, places, strict=True):
         assert shard.rank is not None
         others = zip(shard.shard_offsets[1:], shard.shard_sizes[1:], strict=True)
         region = (slice(start, stop), *(slice(one, one + size) for one, size in others))
@@ -306,13 +278,9 @@ def _table_regions(content: Content, rows: torch.Tensor | None) -> Regions:
     return regions
 
 
-def _put(content: Content, rows: torch.Tensor | None, table: torch.Tensor) -> None:
+def _put(content: Content, rows: torch.Tensor, table: torch.Tensor) -> None:
     """Write rows of a table into this rank's shards."""
     regions = _table_regions(content, rows).get(this_rank(), [])
     for shard, region in zip(content.shards, regions, strict=True):
-        values = table[region].to(shard.tensor.device)
-        if rows is None:
-            shard.tensor.copy_(values)
-        else:
-            places = rows[region[0]].to(shard.tensor.device) - shard.metadata.shard_offsets[0]
-            shard.tensor.index_copy_(0, places, values)
+        places = rows[region[0]].to(content.device) - shard.metadata.shard_offsets[0]
+        shard.tensor.index_copy_(0, places, table[region].to(content.device))
