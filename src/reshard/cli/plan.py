@@ -6,10 +6,9 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
@@ -39,8 +38,24 @@ __all__ = ["explore", "plan"]
 MAX_STEPS = 40
 
 
-class Request(SimpleNamespace):
-    """The options of ``reshard plan`` that say what to plan, under their names, as written."""
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The options of ``reshard plan``, as they were written."""
+
+    have: str
+    want: str
+    shape: str | None
+    model: str | None
+    dtype: str | None
+    to_dtype: str | None
+    memory: str | None
+    topology: str | None
+    without: str | None
+    from_rules: str | None
+    to_rules: str | None
+    from_fsdp: str | None
+    to_fsdp: str | None
+    replicate: tuple[str, ...]
 
 
 @click.command()
@@ -155,7 +170,7 @@ def _tensor(request: Request) -> Sides:
         if getattr(request, option):
             name = option.replace("_", "-")
             raise PlanError(f"--{name} is for --model: with --shape the layouts are given in full")
-    shape = parse_shape(request.shape)
+    shape = parse_shape(request.shape or "")
     dtype = request.dtype or "float32"
     have = TensorSpec(shape, dtype, parse_side(request.have, "--from"))
     want = TensorSpec(shape, request.to_dtype or dtype, parse_side(request.want, "--to"))
@@ -165,7 +180,7 @@ def _tensor(request: Request) -> Sides:
 
 
 def _model(request: Request) -> Sides:
-    config = model_config(request.model)
+    config = model_config(request.model or "")
     from_mesh = parse_model_mesh(request.have, "--from")
     to_mesh = parse_model_mesh(request.want, "--to")
     fsdp = request.from_fsdp, request.to_fsdp
