@@ -17,4 +17,4 @@ def cases(few: int, many: int) -> int:
 
 def within(seconds: float) -> float:
     """A limit of time: as promised when soaking, which runs alone; else with others beside it."""
-    return seconds if soaking() else 2 * seconds + 1
+    return seconds if soaking() else 4 * seconds + 2

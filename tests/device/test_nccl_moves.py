@@ -14,7 +14,7 @@ import torch
 
 from tests.device.test_nccl_group import ROOT, free_port, read
 
-SECONDS = 110
+SECONDS = 240
 
 
 def run_ranks(*scenarios: str, codes: tuple[int, ...] = (0, 0, 0, 0), **settings: str) -> None:

@@ -12,7 +12,7 @@ from tests.ranks.outcome import Died, Outcome
 from tests.ranks.pool import fresh_ranks
 from tests.soak import cases
 
-SECONDS = 110
+SECONDS = 240
 
 
 def as_rank(

@@ -17,7 +17,7 @@ import pytest
 
 from tests.processes import hear_interrupts
 
-SECONDS = 100.0
+SECONDS = 240.0
 
 SMALL_MOVES = """
 import numpy as np

@@ -21,7 +21,7 @@ from tests.live.in_process import InProcessTransport, Messages
 from tests.ranks.live import Arrays, difference, plan_of, simulated, tensors_of
 from tests.soak import cases
 
-SECONDS = 20.0
+SECONDS = 60.0
 NUM_RANKS = 4
 
 

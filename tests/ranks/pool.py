@@ -31,7 +31,7 @@ from tests.ranks.outcome import (
 from tests.ranks.rank import host_store, join_group
 from tests.ranks.worker import Worker, start_fork_server
 
-TIMEOUT = 60.0
+TIMEOUT = 150.0
 # After one rank has failed, the others often wait for it; they are given this long.
 GRACE = 5.0
 LEAVE_WITHIN = 10.0

@@ -26,7 +26,7 @@ __all__ = ["Browser", "Tab", "find_chromium"]
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 VARIABLE = "RESHARD_CHROMIUM"
 """The variable of the environment that names a browser of another place."""
-SECONDS = 20.0
+SECONDS = 60.0
 
 FLAGS = (
     "--headless=new", "--remote-debugging-pipe", "--no-first-run", "--no-default-browser-check",

@@ -27,7 +27,7 @@ from tests.ranks.live import Arrays, difference, numbered, same_bits, tensors_of
 
 Tensors = dict[str, torch.Tensor]
 
-SECONDS = 80.0
+SECONDS = 200.0
 """A rank that has not ended by then prints its stacks, and ends."""
 TIMEOUT = 3.0
 ROUNDS_BEFORE = 5

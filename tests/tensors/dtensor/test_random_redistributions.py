@@ -11,7 +11,7 @@ from tests.tensors.dtensor.random_redistributions import refused_alone, run_case
 AT_ONCE = 100
 
 
-@pytest.mark.timeout(1800 if soaking() else 120)
+@pytest.mark.timeout(1800 if soaking() else 300)
 def test_random_redistributions(pool: Pool) -> None:
     """Whatever torch does right is done right here, and nothing is done wrong."""
     counts: Counter[tuple[str, str]] = Counter()
