@@ -65,6 +65,24 @@ if __name__ == "__main__":
         print("moved", flush=True)
 """
 
+WHILE_STARTING = """
+import os, signal
+from multiprocessing.context import SpawnProcess
+
+start = SpawnProcess.start
+
+def interrupted(process):
+    os.kill(os.getpid(), signal.SIGINT)
+    start(process)
+
+if __name__ == "__main__":
+    SpawnProcess.start = interrupted
+    try:
+        move_live(plan, *arrays())
+    except KeyboardInterrupt:
+        print("heard")
+"""
+
 
 @contextmanager
 def running(*command: str) -> Iterator[subprocess.Popen[str]]:
@@ -140,3 +158,10 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
         _, errors = process.communicate(timeout=SECONDS)
     assert errors.count("Traceback") == 1, errors
     assert errors.endswith("KeyboardInterrupt\n")
+
+
+def test_an_interrupt_while_processes_start_is_heard(tmp_path: Path) -> None:
+    script = tmp_path / "moves.py"
+    script.write_text(SMALL_MOVES + WHILE_STARTING)
+    with running(sys.executable, str(script)) as process:
+        assert process.communicate(timeout=SECONDS) == ("heard\n", "")

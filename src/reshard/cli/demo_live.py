@@ -34,7 +34,7 @@ __all__ = ["LiveRun", "move_live"]
 
 NUM_CALLS = 2
 """The first call connects the ranks, compares and compiles; the second only moves."""
-ANSWER_WITHIN = 60.0
+ANSWER_WITHIN = 180.0
 PR_SET_PDEATHSIG = 1
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -115,12 +115,13 @@ def _move_in(address: str, plan: Plan, given: Arrays, expected: Arrays) -> LiveR
     missing = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
     os.environ.update(missing)
     try:
-        # The host inherits it: Ctrl-C is for the demo, which then ends its processes.
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # The host inherits the mask: Ctrl-C is for the demo, which then ends its processes. One
+        # that comes meanwhile is not lost: it is raised when the signal is let through again.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             host.start()
         finally:
-            signal.signal(signal.SIGINT, handler)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         far.close()
         answers = dict(_answer(pipe, host.sentinel) for _ in plan.ranks)
     finally:
