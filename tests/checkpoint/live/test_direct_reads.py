@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,10 +20,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import reshard as rs
 from reshard import checkpoint
-from reshard.checkpoint.live import loading, shared_reads
-from reshard.checkpoint.live.read_shares import MappedFiles, is_partition
+from reshard.checkpoint.catalog import StoredPiece
+from reshard.checkpoint.live import loading, read_shares, shared_reads
+from reshard.checkpoint.live.read_shares import MappedFiles, ReadAhead, is_partition
 from reshard.checkpoint.storage.local import LocalStorage
 from reshard.errors import DamageError
+from reshard.layout.box import Box
 from reshard.layout.boxlist import listed_of
 from reshard.planning.plans import Plan
 from reshard.tensors.agreement import Agreement
@@ -199,6 +205,89 @@ def test_a_file_that_was_cut_short_is_an_error(
         pytest.raises(DamageError, match=message),
     ):
         checkpoint.load(tmp_path, into=into)
+
+
+BLOCK, NUM_BLOCKS = 4096, 40
+
+
+def read_ahead(source: Any, place: tuple[int, int], come_to: int, expected: int) -> list[int]:
+    """The blocks of a file of columns that one rank reads, when its copies have come to one."""
+    sent: list[int] = []
+    send = os.sendfile
+
+    def sends(out: int, file: int, offset: int, count: int) -> int:
+        sent.append(offset // BLOCK)
+        return send(out, file, offset, count)
+
+    def waits(*given: Any) -> int:
+        raise BlockingIOError
+
+    def task(block: int) -> Any:
+        """Two rows within one block."""
+        piece = StoredPiece(Box((0, 0), (2, 8)), 0, block * BLOCK, (64, 1))
+        return read_shares._Task(piece, torch.zeros(2, 8), "bfloat16")
+
+    with (
+        patch.object(read_shares, "BLOCK", BLOCK),
+        patch.object(read_shares, "BLOCKS_AHEAD", 2),
+        patch.object(os, "sendfile", sends),
+        patch.object(os, "preadv", waits),  # as if nothing was in the page cache
+    ):
+        ahead = ReadAhead(source, map(task, range(NUM_BLOCKS)), place)
+        ahead.reach(task(come_to))
+        end = time.monotonic() + 30
+        while len(sent) < expected and time.monotonic() < end:
+            time.sleep(0.001)
+        time.sleep(0.01)  # what should not be read would be by now
+        ahead.close()
+    return sent
+
+
+def test_ranks_of_a_host_read_ahead_in_shares(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(bytes(BLOCK * NUM_BLOCKS))
+    source: Any = SimpleNamespace(storage=LocalStorage(str(tmp_path)), name=lambda file: "data")
+    for num in (1, 3):
+        for come_to in (0, 11, NUM_BLOCKS - 1):
+            last = min(come_to + 2 * num, NUM_BLOCKS - 1)
+            mine = [range(rank, last + 1, num) for rank in range(num)]
+            found = [
+                read_ahead(source, (rank, num), come_to, len(mine[rank])) for rank in range(num)
+            ]
+            assert found == [[*blocks] for blocks in mine]
+
+
+def load_without_reading_ahead(rank: int, folder: str) -> tuple[bool, bool]:
+    into, copy, tried = into_of("tp"), MappedFiles.copy, threading.Event()
+
+    def fails(*given: Any) -> int:
+        tried.set()
+        raise OSError(22, "Invalid argument")
+
+    def copies(*given: Any) -> None:
+        tried.wait(20 if rank == 0 else 0)  # the only block is that of rank 0
+        copy(*given)
+
+    preadv = os.preadv
+
+    def waits(file: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        if flags & os.RWF_NOWAIT:
+            raise BlockingIOError
+        return preadv(file, buffers, offset, flags)
+
+    with (
+        patch.object(os, "sendfile", fails),
+        patch.object(os, "preadv", waits),
+        patch.object(MappedFiles, "copy", copies),
+    ):
+        checkpoint.load(folder, into=into, group=pool_group(4))
+    return tried.is_set(), is_loaded(into)
+
+
+def test_a_load_does_not_need_to_read_ahead(pool: Pool, tmp_path: Path) -> None:
+    """A file system may not support what it is done with."""
+    save_file(stored(), tmp_path / "model.safetensors")
+    told = pool.run(load_without_reading_ahead, str(tmp_path), ranks=range(4))
+    assert told == [(rank == 0, True) for rank in range(4)]
 
 
 def load_by_move(rank: int, folder: str, most: int, hosts: int) -> tuple[int, int, bool]:

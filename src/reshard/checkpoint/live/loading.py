@@ -262,7 +262,10 @@ class _Loading:
         """Read what only this rank needs into its tensors, and small tensors for all ranks."""
         if not own and not small:
             return
-        direct = DirectReader.of(self.source, os.cpu_count() or 1, self.hosts.count(boot_id()))
+        hosts = zip(self.agreement.ranks, self.hosts, strict=True)
+        here = [rank for rank, host in hosts if host == boot_id()]
+        place = here.index(self.agreement.rank), len(here)
+        direct = DirectReader.of(self.source, os.cpu_count() or 1, place)
 
         def read() -> list[Any]:
             direct.read(own, self.shared.views)

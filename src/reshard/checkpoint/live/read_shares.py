@@ -30,12 +30,14 @@ Every rank computes the same shares.
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,7 +50,7 @@ from reshard.checkpoint.storage.local import LocalStorage, OpenFile
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.checkpoint.transfer.windows import Source, in_order
 from reshard.dtypes import itemsize
-from reshard.errors import DamageError
+from reshard.errors import DamageError, ReshardError
 from reshard.layout.box import Box
 from reshard.layout.boxlist import listed_of
 from reshard.layout.columns import Ints
@@ -58,8 +60,8 @@ from reshard.layout.words import axes_of, is_mixed
 from reshard.planning.sharing import LeastLoaded
 
 __all__ = [
-    "Batch", "DirectReader", "Limits", "MappedFiles", "ReadRequest", "Share", "batches_of",
-    "is_partition", "split_requests",
+    "Batch", "DirectReader", "Limits", "MappedFiles", "ReadAhead", "ReadRequest", "Share",
+    "batches_of", "is_partition", "split_requests",
 ]  # fmt: skip
 
 LARGEST_CELL = 16 << 20
@@ -73,6 +75,10 @@ STAGED = 16 << 20
 another dtype, or not contiguous."""
 MAPPED = 32 << 20
 """Bytes of a file that are in the page table at a time: they count as memory of the process."""
+BLOCK = 32 << 20
+"""Bytes of a file that one rank reads ahead for all ranks of the host."""
+BLOCKS_AHEAD = 2
+"""So many blocks per rank are read ahead of the copies."""
 LONGEST = 64 << 20
 """The most bytes of one task, so that workers share large tensors."""
 MOST_WORKERS = 4
@@ -312,21 +318,89 @@ class _Task(NamedTuple):
             yield self.part(box, part_of((whole, self.into), box))
 
 
-class MappedFiles:
-    """Files as mapped memory, of which a few MiB are in the page table at a time.
+class ReadAhead:
+    """A thread that reads files into the page cache, ahead of the copies; ranks share the blocks.
 
-    The kernel reads ahead of page faults in large blocks. Asking it to (``posix_fadvise``) makes it
-    read single pages instead, which costs cold loads a fifth of their time.
+    Ranks that copy columns need the same pages at the same time. The kernel reads ahead of their
+    page faults by itself, but one block at a time, for which all ranks wait. Blocks are sent to
+    ``/dev/null``, which copies nothing. ``posix_fadvise`` would read single pages instead, which
+    costs a fifth more (``benchmarks/reports/load.md``).
     """
 
-    def __init__(self, storage: LocalStorage) -> None:
-        self._storage = storage
+    def __init__(self, source: Source, tasks: Iterable[_Task], place: tuple[int, int]) -> None:
+        """``place`` is this rank's number among the ranks of the host, and how many these are."""
+        self._source, self._place = source, place
+        found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for task in tasks:
+            start, stop = task.piece.span(task.dtype)
+            for block in range(start // BLOCK, -(-stop // BLOCK)):
+                part = max(start, block * BLOCK), min(stop, (block + 1) * BLOCK)
+                found.setdefault((task.piece.file, block), []).append(part)
+        self._blocks, self._reached, self._over = found, 0, False
+        """What is needed of every block; the number of the block that the copies have come to."""
+        self._numbers = {block: number for number, block in enumerate(found)}
+        self._moved = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="reshard-read-ahead")
+        if found:
+            self._thread.start()
+
+    def reach(self, task: _Task) -> None:
+        """Note that the copies have come to this task: blocks a little further on may be read."""
+        block = task.piece.file, task.piece.offset // BLOCK
+        self._reached = max(self._reached, self._numbers.get(block, 0))
+        self._moved.set()
+
+    def _run(self) -> None:
+        index, num = self._place  # errors are ignored: it is only a help
+        with suppress(OSError, ReshardError), Path(os.devnull).open("wb") as null:
+            for number, ((file, block), parts) in enumerate(self._blocks.items()):
+                if (file + block) % num != index:
+                    continue
+                while number > self._reached + BLOCKS_AHEAD * num and not self._over:
+                    self._moved.wait()
+                    self._moved.clear()
+                if self._over:
+                    return
+                self._read(self._source.name(file), parts, null.fileno())
+
+    def _read(self, path: str, parts: Sequence[tuple[int, int]], null: int) -> None:
+        """Read parts of a block, unless the last page is in the cache: then all of it may be."""
+        storage = self._source.storage
+        assert isinstance(storage, LocalStorage)
+        with storage.using(path) as file:
+            with suppress(OSError):  # it would wait, or the file system cannot tell
+                os.preadv(file.descriptor, [bytearray(1)], parts[-1][1] - 1, os.RWF_NOWAIT)
+                return
+            # The kernel plans how far to read ahead per open file: the mapped one has its own plan.
+            opened = os.open(f"/proc/self/fd/{file.descriptor}", os.O_RDONLY)
+            try:
+                for start, stop in parts:
+                    while start < stop:
+                        sent = os.sendfile(null, opened, start, stop - start)
+                        start = start + sent if sent else stop
+            finally:
+                os.close(opened)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._over = True
+        self._moved.set()
+        if self._blocks:
+            self._thread.join()
+
+
+class MappedFiles:
+    """Files as mapped memory, of which a few MiB are in the page table at a time."""
+
+    def __init__(self, storage: LocalStorage, ahead: ReadAhead) -> None:
+        self._storage, self._ahead = storage, ahead
         self._maps: dict[str, mmap.mmap] = {}
         self._lock = threading.Lock()
 
     def copy(self, path: str, task: _Task) -> None:
         """Copy a box out of a file."""
         start, stop = task.piece.span(task.dtype)
+        self._ahead.reach(task)
         with self._storage.using(path) as file:
             if stop > file.size:
                 raise DamageError(
@@ -356,6 +430,7 @@ class MappedFiles:
 
     def close(self) -> None:
         """Unmap all files."""
+        self._ahead.close()
         for pages in self._maps.values():
             with suppress(BufferError):  # an error that is being raised still refers to an array
                 pages.close()
@@ -368,12 +443,14 @@ class DirectReader:
     source: Source
     workers: int
     """Threads; 1 reads in the calling thread."""
+    place: tuple[int, int]
+    """This rank's number among the ranks of its host, and how many these are."""
 
     @classmethod
-    def of(cls, source: Source, num_cores: int, num_local: int) -> DirectReader:
-        """The reader of one of ``num_local`` ranks of a host; remote storage gets more threads."""
-        share = num_cores // num_local if source.storage.is_local else MOST_WORKERS
-        return cls(source, max(min(share, MOST_WORKERS), 1))
+    def of(cls, source: Source, num_cores: int, place: tuple[int, int]) -> DirectReader:
+        """The reader of one of the ranks of a host; remote storage gets more threads."""
+        share = num_cores // place[1] if source.storage.is_local else MOST_WORKERS
+        return cls(source, max(min(share, MOST_WORKERS), 1), place)
 
     def read(
         self, requests: Mapping[str, ReadRequest], views: Mapping[str, Sequence[View]]
@@ -383,18 +460,21 @@ class DirectReader:
             self._tasks(requests, views), key=lambda task: (task.piece.file, task.piece.offset)
         )
         storage = self.source.storage
-        mapped = MappedFiles(storage) if isinstance(storage, LocalStorage) else None
-        try:
-            if self.workers == 1:
-                for task in tasks:
-                    self._read(task, mapped)
-                return
-            parts = [part for task in tasks for part in task.split(LONGEST)]
-            for _ in in_order(lambda task, _: self._read(task, mapped), parts, self.workers):
-                pass
-        finally:
-            if mapped is not None:
-                mapped.close()
+        if not isinstance(storage, LocalStorage):
+            self._read_all(tasks, None)
+            return
+        split = [task for task in tasks if not task.piece.is_contiguous]
+        with closing(MappedFiles(storage, ReadAhead(self.source, split, self.place))) as mapped:
+            self._read_all(tasks, mapped)
+
+    def _read_all(self, tasks: Sequence[_Task], mapped: MappedFiles | None) -> None:
+        if self.workers == 1:
+            for task in tasks:
+                self._read(task, mapped)
+            return
+        parts = [part for task in tasks for part in task.split(LONGEST)]
+        for _ in in_order(lambda task, _: self._read(task, mapped), parts, self.workers):
+            pass
 
     def _tasks(
         self, requests: Mapping[str, ReadRequest], views: Mapping[str, Sequence[View]]
