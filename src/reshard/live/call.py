@@ -339,6 +339,8 @@ class Call:
             watch.close()
         elif session is not None:
             session.close_call(self.ticket.number)
+        if watch is not None:
+            watch.inbox.buffers.clear()  # they would stay mapped as long as the user has the handle
         self.ticket.finish()
 
     def _compare_again(self) -> None:

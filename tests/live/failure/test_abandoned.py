@@ -3,7 +3,8 @@
 import signal
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
@@ -216,3 +217,47 @@ def test_a_thread_that_still_uses_buffers_closes_its_call_itself() -> None:
         assert first.kind == ("KeyboardInterrupt" if rank == 1 else "LiveError"), first
         assert "rank 1 was interrupted" in second.cause, second
         assert then.kind == "moved", then
+
+
+def interrupt_while_a_thread_reads(rank: int) -> tuple[Tried, Tried, bool]:
+    """On rank 1 `wait` is interrupted while the thread of the handle copies out of a buffer."""
+    # In rounds, so that senders wait until their messages are read.
+    plan, usual = plan_of((64, 64), memory=2048), HostTransport.receive
+    given = source_of(plan, rank)
+    options: Any = {"transport": "shared", "timeout": 20}
+    plan.run(given, **options)
+    reads, may_go_on, mapped = threading.Event(), threading.Event(), list[bool]()
+
+    def receive_late(
+        transport: HostTransport, round_: Any, peers: Collection[int], arrived: Any
+    ) -> None:
+        buffers = [*map(weakref.ref, transport.watch.inbox.buffers.values())]
+        reads.set()
+        may_go_on.wait(20)
+        mapped.extend(one() is not None for one in buffers)
+        usual(transport, round_, peers, arrived)
+
+    if rank == 1:
+        HostTransport.receive = receive_late  # type: ignore[method-assign,assignment]
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+    handle = plan.start(given, **options)
+    if rank == 1:
+        reads.wait(20)
+        HostTransport.receive = usual  # type: ignore[method-assign]
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+    first = tried(handle.wait)
+    then = tried(lambda: plan.run(given, **options))
+    if rank == 1:
+        may_go_on.set()
+        tried(handle.wait)
+    return first, then, all(mapped) and bool(mapped) == (rank == 1)
+
+
+def test_a_buffer_stays_mapped_while_the_thread_of_an_abandoned_call_reads_it() -> None:
+    """Peers retire it, and the next call takes place meanwhile."""
+    with fresh_ranks(4) as ranks:
+        found = ranks.run(interrupt_while_a_thread_reads, timeout=60)
+    for rank, (first, then, is_right) in enumerate(found):
+        assert first.kind == ("KeyboardInterrupt" if rank == 1 else "LiveError"), first
+        assert then.kind == "moved", then
+        assert is_right, rank

@@ -78,6 +78,25 @@ def test_a_buffer_is_used_again_when_its_peers_have_finished_the_call() -> None:
     mailbox.shut()
 
 
+def test_a_message_that_is_filed_twice_maps_its_buffer_once() -> None:
+    """An exception of a signal handler may come after it was filed, and threads read it by then."""
+    mailbox, peer = pair()
+    inbox, sent = mailbox.open(0), SharedBuffer.create(4096)
+    found = []
+    for _ in range(2):
+        message = encode(Hello(0, DIGEST, eager=1, buffer=sent.number))
+        socket.send_fds(peer, [message], [sent.fd])
+        mailbox.step(0.0)
+        found.append(inbox.buffers[1, sent.number])
+    first = found[0]
+    assert inbox.buffers[1, sent.number] is first is mailbox.buffers[1, sent.number]
+    mailbox.close(0)
+    assert inbox.buffers[1, sent.number] is first  # the thread of the call may still read it
+    mailbox.shut()
+    peer.close()
+    sent.close()
+
+
 def test_last_words_of_a_peer_that_did_not_hear_us() -> None:
     """Linux says "connection reset" before it gives what the peer has said."""
     mailbox, peer = pair()

@@ -191,11 +191,13 @@ class Mailbox:
         return self._inboxes.get(call) or self._inboxes.setdefault(call, Inbox())
 
     def close(self, call: int) -> None:
-        """Close the inbox of a call that is over; late messages are dropped."""
+        """Close the inbox of a call that is over; late messages are dropped.
+
+        Its buffers stay mapped: the cleanup thread closes calls whose threads may still read them.
+        """
         with self._lock:
             closed = self._inboxes.pop(call, None)
             if closed is not None:
-                closed.buffers.clear()
                 self.waiting |= closed.waiting
             if call < self.num_finished:
                 return  # closed before, or before the ranks were connected
@@ -354,11 +356,12 @@ class Mailbox:
         """Map the shared buffer that came with a message; whether that was possible.
 
         The descriptors stay open until the message is filed, because an exception of a signal
-        handler may cause it to be filed again.
+        handler may cause it to be filed again. A thread may read the buffer by then, so it is not
+        mapped again: numbers are not used twice.
         """
         try:
-            for fd in fds:
-                self.buffers[peer, number] = SharedBuffer.map(os.dup(fd), number)
+            if (peer, number) not in self.buffers:
+                self.buffers[peer, number] = SharedBuffer.map(os.dup(fds[0]), number)
         except (OSError, ValueError):
             return False
         return True
