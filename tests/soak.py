@@ -2,9 +2,12 @@
 
 import os
 import time
-from functools import cache
+from functools import lru_cache
 
 __all__ = ["cases", "soaking", "within"]
+
+SLOWNESS_SECONDS = 10
+"""How long a measurement of the machine's speed counts."""
 
 
 def soaking() -> bool:
@@ -19,13 +22,15 @@ def cases(few: int, many: int) -> int:
 
 def within(seconds: float) -> float:
     """A limit of time: as promised when soaking, which runs alone; else with others beside it."""
-    return seconds if soaking() else (2 * seconds + 1) * slowness()
+    if soaking():
+        return seconds
+    return (2 * seconds + 1) * slowness(int(time.monotonic() / SLOWNESS_SECONDS))
 
 
-@cache
-def slowness() -> float:
+@lru_cache(maxsize=1)
+def slowness(when: int) -> float:
     """How much slower this machine is, now that others use it as well, than one that counts to a
-    million in 0.05 s; from 1 to 4.
+    million in 0.05 s; from 1 to 4. It is measured again every few seconds: ``when`` tells.
     """
     began = time.perf_counter()
     sum(1 for _ in range(1_000_000))

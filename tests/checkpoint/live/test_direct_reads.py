@@ -21,8 +21,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import reshard as rs
 from reshard import checkpoint
 from reshard.checkpoint.catalog import StoredPiece
-from reshard.checkpoint.live import loading, read_shares, shared_reads
-from reshard.checkpoint.live.read_shares import MappedFiles, ReadAhead, is_partition
+from reshard.checkpoint.live import direct_reads, loading, shared_reads
+from reshard.checkpoint.live.direct_reads import MappedFiles, ReadAhead, is_partition
 from reshard.checkpoint.storage.local import LocalStorage
 from reshard.errors import DamageError
 from reshard.layout.box import Box
@@ -225,11 +225,11 @@ def read_ahead(source: Any, place: tuple[int, int], come_to: int, expected: int)
     def task(block: int) -> Any:
         """Two rows within one block."""
         piece = StoredPiece(Box((0, 0), (2, 8)), 0, block * BLOCK, (64, 1))
-        return read_shares._Task(piece, torch.zeros(2, 8), "bfloat16")
+        return direct_reads._Task(piece, torch.zeros(2, 8), "bfloat16")
 
     with (
-        patch.object(read_shares, "BLOCK", BLOCK),
-        patch.object(read_shares, "BLOCKS_AHEAD", 2),
+        patch.object(direct_reads, "BLOCK", BLOCK),
+        patch.object(direct_reads, "BLOCKS_AHEAD", 2),
         patch.object(os, "sendfile", sends),
         patch.object(os, "preadv", waits),  # as if nothing was in the page cache
     ):

@@ -34,8 +34,9 @@ from reshard import checkpoint, sharded
 from reshard.checkpoint.catalog import StoredPiece
 from reshard.checkpoint.integrity.checksums import SIDECAR
 from reshard.checkpoint.live import write_shares
+from reshard.checkpoint.live.direct_reads import MappedFiles, ReadRequest
 from reshard.checkpoint.live.entries import entries_of
-from reshard.checkpoint.live.read_shares import Limits, MappedFiles, ReadRequest, batches_of
+from reshard.checkpoint.live.shared_reads import Limits, batches_of
 from reshard.checkpoint.piece_table import PieceTable
 from reshard.checkpoint.storage.local import LocalStorage
 from reshard.checkpoint.storage.output_files import OutputFiles

@@ -3,7 +3,7 @@
 loading       ``load`` and its report
 saving        ``save`` and its report
 entries       the entries of a state dict, this rank's part of each, and their match in a checkpoint
-read_shares   which rank reads which bytes; reads what only one rank needs into its tensors
-shared_reads  reads what several ranks need, and sends it to them
+direct_reads  reads what only one rank needs into its tensors
+shared_reads  reads what several ranks need, in shares, and sends it to them
 write_shares  which rank writes which box, and writes it
 """

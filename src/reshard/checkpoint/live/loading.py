@@ -22,6 +22,7 @@ from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, r
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import Checksums, load_checksums
 from reshard.checkpoint.integrity.crcs import Crcs, Part, crcs_of
+from reshard.checkpoint.live.direct_reads import DirectReader, ReadRequest, split_requests
 from reshard.checkpoint.live.entries import (
     CatalogSummary,
     Memory,
@@ -29,19 +30,14 @@ from reshard.checkpoint.live.entries import (
     entries_of,
     match_tensors,
 )
-from reshard.checkpoint.live.read_shares import (
-    Batch,
-    DirectReader,
-    Limits,
-    ReadRequest,
-    batches_of,
-    split_requests,
-)
 from reshard.checkpoint.live.shared_reads import (
+    Batch,
     CrcRecords,
+    Limits,
     ShareData,
     SharedReads,
     are_small,
+    batches_of,
     copy_small,
     read_small,
 )

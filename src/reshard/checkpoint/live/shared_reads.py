@@ -1,6 +1,18 @@
 """Reads tensors that several ranks need: every rank reads its share of a batch, each byte once.
 
-What the ranks have read goes to the ranks that need it with one move for each batch.
+A batch has *windows*, boxes that fit into the memory of all ranks together. A window is read in
+*cells*, boxes of one stored piece, in equal shares. A cell is read by a rank that needs it, if that
+keeps the shares equal: what a rank reads for itself is not sent. Every rank computes the same
+shares, and one move for each batch brings what was read to the ranks that need it.
+
+    file 0, file 1       cells                    reader
+    +-------------+      +-------------+
+    |             |      |      a      |   rank 0, which needs these rows
+    |      0      |      +-------------+
+    |             |  ->  |      b      |   rank 1
+    +-------------+      +-------------+
+    |      1      |      |      c      |   rank 2
+    +-------------+      +-------------+
 
 Where there is no digest, a rank also reads and compares the elements that are stored a second time;
 they are part of one share as well. Small replicated tensors, such as norms and biases of tensor
@@ -21,9 +33,9 @@ import torch
 
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.crcs import Crcs, Part
+from reshard.checkpoint.live.direct_reads import ReadRequest
 from reshard.checkpoint.live.entries import Held, RankBoxes, View, part_of
-from reshard.checkpoint.live.read_shares import Batch, ReadRequest, Share
-from reshard.checkpoint.piece_table import slabs
+from reshard.checkpoint.piece_table import PieceTable, slabs
 from reshard.checkpoint.transfer.packing import Pack, Packed
 from reshard.checkpoint.transfer.windows import (
     Buffers,
@@ -34,16 +46,28 @@ from reshard.checkpoint.transfer.windows import (
     in_order,
     within,
 )
+from reshard.dtypes import itemsize
 from reshard.layout.box import Box
+from reshard.layout.boxlist import listed_of
+from reshard.layout.columns import Ints
+from reshard.layout.coverage import overlapping_pairs
 from reshard.layout.layout import Layout
 from reshard.layout.spec import TensorSpec
 from reshard.planning.plans import plan
+from reshard.planning.sharing import LeastLoaded
 from reshard.tensors.agreement import Agreement
 
 __all__ = [
-    "CrcRecords", "ShareData", "SharedReads", "are_small", "copy_small", "read_small",
+    "Batch", "CrcRecords", "Limits", "ShareData", "SharedReads", "are_small", "batches_of",
+    "copy_small", "read_small",
 ]  # fmt: skip
 
+LARGEST_CELL = 16 << 20
+SMALLEST_CELL = 64 << 10
+WORTH_SPLITTING = 256 << 10
+"""Pieces of fewer bytes are not split by the boxes of the ranks."""
+SLACK = 0.1
+"""How far a rank may exceed its fair share to read what it needs itself."""
 LOCAL_WORKERS = 2
 REMOTE_WORKERS = 16
 SCRATCH = 1 << 20
@@ -52,6 +76,130 @@ MOST_SMALL = 512 << 10
 """The most bytes of all tensors that are sent with an agreement."""
 
 Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The sizes of a batch with which every rank keeps to its memory.
+
+    >>> Limits.of(128 << 20, num_ranks=4)
+    Limits(share=134217728, cell=16777216, batch=469762048)
+    """
+
+    share: int
+    """The most bytes that a rank reads in a batch."""
+    cell: int
+    batch: int
+    """The most bytes of all ranks together: the least loaded rank always has room for a cell."""
+
+    @classmethod
+    def of(cls, share: int, num_ranks: int) -> Limits:
+        """The limits for ranks that read at most ``share`` bytes at a time."""
+        cell = min(max(share // 8, SMALLEST_CELL), LARGEST_CELL)
+        return cls(share, cell, num_ranks * (share - cell))
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A window, and the boxes of it that each rank reads, in the order of its buffer."""
+
+    name: str
+    window: Box
+    boxes: Mapping[int, Sequence[Box]]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Shares that are read and then scattered at a time."""
+
+    shares: tuple[Share, ...]
+    finished: tuple[str, ...]
+    """Tensors whose last window is in this batch."""
+
+
+def batches_of(
+    requests: Mapping[str, ReadRequest], ranks: Sequence[int], limits: Limits
+) -> Iterator[Batch]:
+    """All requests in batches, in the order in which they are stored."""
+    windows: list[tuple[str, Box]] = []
+    finished: list[str] = []
+    total = 0
+    for name in sorted(requests, key=lambda name: _place(requests[name])):
+        size = itemsize(requests[name].transfer.have)
+        for window in requests[name].windows(limits.batch):
+            if windows and total + window.size * size > limits.batch:
+                yield _batch(windows, finished, requests, ranks, limits)
+                windows, finished, total = [], [], 0
+            windows.append((name, window))
+            total += window.size * size
+        finished.append(name)
+    if windows or finished:
+        yield _batch(windows, finished, requests, ranks, limits)
+
+
+def _place(request: ReadRequest) -> tuple[int, int, str]:
+    source = request.transfer.source
+    if not len(source):
+        return 0, 0, request.transfer.name
+    first = np.lexsort((source.offsets, source.files))[0]
+    return int(source.files[first]), int(source.offsets[first]), request.transfer.name
+
+
+def _batch(
+    windows: Sequence[tuple[str, Box]],
+    finished: Sequence[str],
+    requests: Mapping[str, ReadRequest],
+    ranks: Sequence[int],
+    limits: Limits,
+) -> Batch:
+    total = sum(window.size * itemsize(requests[name].transfer.have) for name, window in windows)
+    limit = min(limits.cell, max(total // len(ranks) // 8, SMALLEST_CELL))
+    fair = min(total / len(ranks) * (1 + SLACK), limits.share - limits.cell)
+    readers = LeastLoaded(ranks)
+    shares = []
+    for name, window in windows:
+        size = itemsize(requests[name].transfer.have)
+        boxes: dict[int, list[Box]] = {}
+        for box, candidates in _cells(requests[name], window, limit):
+            reader = readers.choose(candidates.tolist(), box.size * size, fair)
+            boxes.setdefault(reader, []).append(box)
+        shares.append(Share(name, window, boxes))
+    return Batch(tuple(shares), tuple(finished))
+
+
+def _cells(request: ReadRequest, window: Box, limit: int) -> list[tuple[Box, Ints]]:
+    """The cells of a window, each with the ranks that need it."""
+    size = itemsize(request.transfer.have)
+    listed = listed_of(request.layout, request.transfer.shape)
+    parts = request.transfer.source.within(window)
+    mine, others = overlapping_pairs(parts.starts, parts.stops, listed.starts, listed.stops)
+    starts = np.maximum(parts.starts[mine], listed.starts[others])
+    stops = np.minimum(parts.stops[mine], listed.stops[others])
+    parted = parts.clipped(mine, starts, stops)
+    first = np.searchsorted(mine, np.arange(len(parts) + 1))
+    found = []
+    for row in range(len(parts)):
+        rows = range(int(first[row]), int(first[row + 1]))
+        if _is_split(parted, rows, int(parts.num_bytes[row])):
+            chosen = [(parted.box(at), listed.of(int(others[at]))) for at in rows]
+        else:
+            holders = [listed.of(int(others[at])) for at in rows]
+            chosen = [(parts.box(row), np.unique(np.concatenate([*holders, _NO_RANKS])))]
+        for box, ranks in chosen:
+            found += [(slab, ranks) for slab in slabs(box, max(limit // size, 1))]
+    return found
+
+
+_NO_RANKS = np.zeros(0, dtype=np.int64)
+
+
+def _is_split(parted: PieceTable, rows: range, num_bytes: int) -> bool:
+    """Whether a stored piece is read by the boxes of the ranks: in long runs, and all of it."""
+    sizes = parted.num_bytes[rows.start : rows.stop]
+    if not len(rows) or int(sizes.sum()) != num_bytes:
+        return False
+    worth = len(rows) == 1 or num_bytes >= WORTH_SPLITTING * len(rows)
+    return worth and bool(parted.is_run[rows.start : rows.stop].all())
 
 
 class _Place(Buffers):

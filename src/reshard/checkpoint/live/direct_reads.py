@@ -1,30 +1,15 @@
-"""The shares of the ranks in reading: every byte is read once in the whole job, by one rank.
+"""Reads the tensors of which no two ranks need the same element, each rank into its own tensors.
 
-A tensor of which no two ranks need the same element (shards of FSDP, tensor or pipeline parallel)
-needs no exchange: each rank reads its own boxes of the file directly into its tensors. A box that
-is one run of bytes in its file and in the tensor is read in place with ``pread``. A box that splits
-rows is many short runs:
+Shards of FSDP, tensor or pipeline parallel need no exchange: each rank reads its boxes of the file.
+A box that is one run of bytes in its file and in the tensor is read in place with ``pread``. A box
+that splits rows is many short runs:
 
     file, row by row    |  rank 0  |  rank 1  |  rank 0  |  rank 1  |  rank 0  | ...
 
 A system call for each would take longer than the copy, so these are copied out of mapped pages, a
 few MiB at a time. That reads whole pages, which ranks of one host share and ranks of several hosts
-do not: on several hosts such a tensor is read by rows and exchanged, as are replicated tensors.
-
-These are read in *windows*, boxes that fit into the memory of all ranks together, and a window in
-*cells*, boxes of one stored piece, in equal shares. A cell is read by a rank that needs it, if that
-keeps the shares equal: what a rank reads for itself is not sent.
-
-    file 0, file 1       cells                    reader
-    +-------------+      +-------------+
-    |             |      |      a      |   rank 0, which needs these rows
-    |      0      |      +-------------+
-    |             |  ->  |      b      |   rank 1
-    +-------------+      +-------------+
-    |      1      |      |      c      |   rank 2
-    +-------------+      +-------------+
-
-Every rank computes the same shares.
+do not: on several hosts such a tensor is read by rows and exchanged, as are replicated tensors
+(``shared_reads``).
 """
 
 from __future__ import annotations
@@ -45,7 +30,7 @@ import torch
 
 from reshard.checkpoint.catalog import StoredPiece
 from reshard.checkpoint.live.entries import View, part_of
-from reshard.checkpoint.piece_table import PieceTable, slabs
+from reshard.checkpoint.piece_table import slabs
 from reshard.checkpoint.storage.local import LocalStorage, OpenFile
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.checkpoint.transfer.windows import Source, in_order
@@ -53,23 +38,13 @@ from reshard.dtypes import itemsize
 from reshard.errors import DamageError, ReshardError
 from reshard.layout.box import Box
 from reshard.layout.boxlist import listed_of
-from reshard.layout.columns import Ints
-from reshard.layout.coverage import overlapping_pairs
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.words import axes_of, is_mixed
-from reshard.planning.sharing import LeastLoaded
 
 __all__ = [
-    "Batch", "DirectReader", "Limits", "MappedFiles", "ReadAhead", "ReadRequest", "Share",
-    "batches_of", "is_partition", "split_requests",
+    "DirectReader", "MappedFiles", "ReadAhead", "ReadRequest", "is_partition", "split_requests",
 ]  # fmt: skip
 
-LARGEST_CELL = 16 << 20
-SMALLEST_CELL = 64 << 10
-WORTH_SPLITTING = 256 << 10
-"""Pieces of fewer bytes are not split by the boxes of the ranks."""
-SLACK = 0.1
-"""How far a rank may exceed its fair share to read what it needs itself."""
 STAGED = 16 << 20
 """Bytes that are read at a time for a tensor that cannot be read into directly: it is on a GPU, of
 another dtype, or not contiguous."""
@@ -85,27 +60,6 @@ MOST_WORKERS = 4
 
 Array = np.ndarray[Any, Any]
 _CELLS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The sizes of a batch with which every rank keeps to its memory.
-
-    >>> Limits.of(128 << 20, num_ranks=4)
-    Limits(share=134217728, cell=16777216, batch=469762048)
-    """
-
-    share: int
-    """The most bytes that a rank reads in a batch."""
-    cell: int
-    batch: int
-    """The most bytes of all ranks together: the least loaded rank always has room for a cell."""
-
-    @classmethod
-    def of(cls, share: int, num_ranks: int) -> Limits:
-        """The limits for ranks that read at most ``share`` bytes at a time."""
-        cell = min(max(share // 8, SMALLEST_CELL), LARGEST_CELL)
-        return cls(share, cell, num_ranks * (share - cell))
 
 
 def is_partition(layout: Layout) -> bool:
@@ -148,109 +102,6 @@ class ReadRequest:
             regions = _boxes_of(self.layout, shape)
         for region in regions:
             yield from slabs(region, max(limit // size, 1))
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A window, and the boxes of it that each rank reads, in the order of its buffer."""
-
-    name: str
-    window: Box
-    boxes: Mapping[int, Sequence[Box]]
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Shares that are read and then scattered at a time."""
-
-    shares: tuple[Share, ...]
-    finished: tuple[str, ...]
-    """Tensors whose last window is in this batch."""
-
-
-def batches_of(
-    requests: Mapping[str, ReadRequest], ranks: Sequence[int], limits: Limits
-) -> Iterator[Batch]:
-    """All requests in batches, in the order in which they are stored."""
-    windows: list[tuple[str, Box]] = []
-    finished: list[str] = []
-    total = 0
-    for name in sorted(requests, key=lambda name: _place(requests[name])):
-        size = itemsize(requests[name].transfer.have)
-        for window in requests[name].windows(limits.batch):
-            if windows and total + window.size * size > limits.batch:
-                yield _batch(windows, finished, requests, ranks, limits)
-                windows, finished, total = [], [], 0
-            windows.append((name, window))
-            total += window.size * size
-        finished.append(name)
-    if windows or finished:
-        yield _batch(windows, finished, requests, ranks, limits)
-
-
-def _place(request: ReadRequest) -> tuple[int, int, str]:
-    source = request.transfer.source
-    if not len(source):
-        return 0, 0, request.transfer.name
-    first = np.lexsort((source.offsets, source.files))[0]
-    return int(source.files[first]), int(source.offsets[first]), request.transfer.name
-
-
-def _batch(
-    windows: Sequence[tuple[str, Box]],
-    finished: Sequence[str],
-    requests: Mapping[str, ReadRequest],
-    ranks: Sequence[int],
-    limits: Limits,
-) -> Batch:
-    total = sum(window.size * itemsize(requests[name].transfer.have) for name, window in windows)
-    limit = min(limits.cell, max(total // len(ranks) // 8, SMALLEST_CELL))
-    fair = min(total / len(ranks) * (1 + SLACK), limits.share - limits.cell)
-    readers = LeastLoaded(ranks)
-    shares = []
-    for name, window in windows:
-        size = itemsize(requests[name].transfer.have)
-        boxes: dict[int, list[Box]] = {}
-        for box, candidates in _cells(requests[name], window, limit):
-            reader = readers.choose(candidates.tolist(), box.size * size, fair)
-            boxes.setdefault(reader, []).append(box)
-        shares.append(Share(name, window, boxes))
-    return Batch(tuple(shares), tuple(finished))
-
-
-def _cells(request: ReadRequest, window: Box, limit: int) -> list[tuple[Box, Ints]]:
-    """The cells of a window, each with the ranks that need it."""
-    size = itemsize(request.transfer.have)
-    listed = listed_of(request.layout, request.transfer.shape)
-    parts = request.transfer.source.within(window)
-    mine, others = overlapping_pairs(parts.starts, parts.stops, listed.starts, listed.stops)
-    starts = np.maximum(parts.starts[mine], listed.starts[others])
-    stops = np.minimum(parts.stops[mine], listed.stops[others])
-    parted = parts.clipped(mine, starts, stops)
-    first = np.searchsorted(mine, np.arange(len(parts) + 1))
-    found = []
-    for row in range(len(parts)):
-        rows = range(int(first[row]), int(first[row + 1]))
-        if _is_split(parted, rows, int(parts.num_bytes[row])):
-            chosen = [(parted.box(at), listed.of(int(others[at]))) for at in rows]
-        else:
-            holders = [listed.of(int(others[at])) for at in rows]
-            chosen = [(parts.box(row), np.unique(np.concatenate([*holders, _NO_RANKS])))]
-        for box, ranks in chosen:
-            found += [(slab, ranks) for slab in slabs(box, max(limit // size, 1))]
-    return found
-
-
-_NO_RANKS = np.zeros(0, dtype=np.int64)
-
-
-def _is_split(parted: PieceTable, rows: range, num_bytes: int) -> bool:
-    """Whether a stored piece is read by the boxes of the ranks: in long runs, and all of it."""
-    sizes = parted.num_bytes[rows.start : rows.stop]
-    if not len(rows) or int(sizes.sum()) != num_bytes:
-        return False
-    worth = len(rows) == 1 or num_bytes >= WORTH_SPLITTING * len(rows)
-    return worth and bool(parted.is_run[rows.start : rows.stop].all())
 
 
 def split_requests(
