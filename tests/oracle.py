@@ -26,6 +26,8 @@ Axes = Mapping[str, int]
 Boxes = Mapping[int, Sequence[tuple[Sequence[int], Sequence[int]]]]
 OPS = ("sum", "avg", "max", "min", "prod")
 MAX_KEPT = 1024
+MAX_SIZE = 1 << 18
+"""Elements of a tensor whose indices are kept."""
 """Texts that stay parsed: a case asks for the same ones many times."""
 
 
@@ -199,7 +201,13 @@ def local_indices(mesh_text: str, layout_text: str, shape: Sequence[int]) -> Hel
 
     Ranks that hold nothing because of `on` or `without` are absent; ranks whose shard is empty are
     present with an empty array. A rank of a layout with `sum` holds its addend of these elements.
+    The arrays are kept for the next who asks: nobody may change them.
     """
+    indices = _kept_indices if math.prod(shape) <= MAX_SIZE else _local_indices
+    return dict(indices(mesh_text, layout_text, tuple(shape)))
+
+
+def _local_indices(mesh_text: str, layout_text: str, shape: tuple[int, ...]) -> Held:
     axes, _ = parse_mesh(mesh_text)
     parsed = parse_layout(layout_text)
     dims = [parse_cuts(word) for word in words_of_dims(parsed.words, len(shape))]
@@ -213,6 +221,9 @@ def local_indices(mesh_text: str, layout_text: str, shape: Sequence[int]) -> Hel
             local = local.reshape(-1)[kept_by_all(flat, local.size, at, axes)]
         held[rank] = local
     return held
+
+
+_kept_indices = lru_cache(24)(_local_indices)
 
 
 def addends(mesh_text: str, layout_text: str) -> tuple[str | None, dict[int, int]]:

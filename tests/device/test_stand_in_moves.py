@@ -1,16 +1,18 @@
 """Moves between "GPUs" that are the host, over a stand-in for NCCL; these run on any machine."""
 
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.device.test_nccl_group import free_port
+from tests.device.test_nccl_group import ROOT, free_port
 from tests.device.test_nccl_moves import run_ranks
 from tests.ranks.outcome import Died, Outcome
 from tests.ranks.pool import fresh_ranks
-from tests.soak import cases
+from tests.soak import cases, soaking
 
 SECONDS = 240
 
@@ -38,7 +40,7 @@ def run_forked(
 ) -> None:
     """Four ranks of the fork server, which has imported torch: each must end as it should."""
     with fresh_ranks(4, init=False) as ranks:
-        args = (scenarios, free_port(), cases(20, 40), str(folder), transport)
+        args = (scenarios, free_port(), cases(12, 40), str(folder), transport)
         outcomes = ranks.outcomes(as_rank, *args, timeout=SECONDS)
     logs = "\n".join(path.read_text() for path in sorted(folder.glob("*.log")))
     assert [exit_code(outcome) for outcome in outcomes] == [*codes], f"{outcomes}\n{logs}"
@@ -57,6 +59,48 @@ def test_moves_over_a_stand_in(tmp_path: Path, transport: str) -> None:
     run_forked(tmp_path, *names, codes=(0, 0, 0, -9), transport=transport)
 
 
-def test_processes_that_end_over_a_stand_in() -> None:
+FORKED = """
+import os
+import sys
+from importlib import reload
+
+from tests.device import move_ranks
+
+ranks = []
+for rank in range(4):
+    ranks.append(os.fork())
+    if not ranks[-1]:
+        os.environ["RANK"] = str(rank)
+        reload(move_ranks).main()
+        sys.exit()
+codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
+sys.exit(f"ranks ended with {codes}" if any(codes) else 0)
+"""
+"""Interpreters that end the usual way; one has imported torch for all."""
+
+
+def test_processes_that_end_over_a_stand_in(tmp_path: Path) -> None:
     """Processes of their own: how an interpreter ends is what is tested."""
-    run_ranks("leave", BACKEND="gloo", STAND_IN="1", RESHARD_TRANSPORT="gpu_peer")
+    settings = {"BACKEND": "gloo", "STAND_IN": "1", "RESHARD_TRANSPORT": "gpu_peer"}
+    if soaking():
+        run_ranks("leave", **settings)
+        return
+    settings |= {"PORT": str(free_port()), "PYTHONPATH": str(ROOT / "src")}
+    output = tmp_path / "output.txt"
+    with output.open("w") as file:
+        job = subprocess.Popen(
+            [sys.executable, "-u", "-c", FORKED, "leave"],
+            env={**os.environ, **settings},
+            cwd=ROOT,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+    try:
+        job.wait(SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+    text = output.read_text()
+    assert job.returncode == 0, text
+    assert text.count("leave is fine") == 4, text

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copyreg
+import io
+import pickle
 import threading
 import traceback
 from collections.abc import Callable
@@ -27,6 +30,8 @@ MOST_ERRORS = 2
 """Calls that raise before a rank gives up; after wrong values the ranks go on together."""
 TRANSPORTS = ("auto", "peer", "shared", "network")
 LIMITS = ("", "", "large", "many runs", "straight")
+OWN_PLANS = 4
+"""Of so many cases one is planned by every rank for itself, the others by one rank for all."""
 STYLES = ("plain", "plain", "transposed", "stepped", "inside")
 
 
@@ -265,13 +270,57 @@ def plan_of(call: CallSpec) -> rs.Plan:
         return rs.plan(have, want)
 
 
-def run_batch(rank: int, batch: Batch, group: Any, found: Found) -> None:
-    """Begin all calls of a batch, wait for them in its order, and do it again."""
-    calls, plans = batch.calls, {}
-    for number, call in enumerate(calls):
-        plans[number] = plans[0] if batch.same_plan and number else plan_of(call)
+def plans_of(batch: Batch) -> list[rs.Plan]:
+    """The plan of every call."""
     if batch.same_plan:
-        calls = (calls[0],) * len(calls)
+        return [plan_of(batch.calls[0])] * len(batch.calls)
+    return [plan_of(call) for call in batch.calls]
+
+
+Made = tuple[Batch, list[rs.Plan] | Exception]
+
+
+def make_batch(seed: int, num_ranks: int) -> Made:
+    """A batch and its plans, or why there are none."""
+    batch = random_batch(seed, num_ranks)
+    try:
+        plans = plans_of(batch)
+        for plan in plans:
+            plan.summary()
+    except Exception as error:
+        return batch, error
+    return batch, plans
+
+
+def make_batches(rank: int, num_ranks: int, seeds: range) -> dict[int, Made]:
+    """All batches; planning is much of their work, and most are planned by one rank for all."""
+    made = {seed: make_batch(seed, num_ranks) for seed in seeds if seed % OWN_PLANS == 0}
+    shared = [seed for seed in seeds if seed % OWN_PLANS]
+    mine = {seed: make_batch(seed, num_ranks) for seed in shared[rank::num_ranks]}
+    told: list[bytes] = [b""] * num_ranks
+    dist.all_gather_object(told, pickled(mine), group=pool_group(num_ranks))
+    for one in told:
+        made |= pickle.loads(one)
+    return made
+
+
+def pickled(made: dict[int, Made]) -> bytes:
+    """Plans as they are: the usual pickle of a plan makes it again where it is read."""
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
+    as_it_is = {rs.Plan: lambda plan: (rs.Plan.__new__, (rs.Plan,), vars(plan))}
+    pickler.dispatch_table = copyreg.dispatch_table | as_it_is
+    pickler.dump(made)
+    return file.getvalue()
+
+
+def run_batch(
+    rank: int, batch: Batch, plans: list[rs.Plan] | Exception, group: Any, found: Found
+) -> None:
+    """Begin all calls of a batch, wait for them in its order, and do it again."""
+    if isinstance(plans, Exception):
+        raise plans
+    calls = (batch.calls[0],) * len(batch.calls) if batch.same_plan else batch.calls
     for repeat in range(max(call.times for call in calls)):
         begun = {}
         for number, call in enumerate(calls):
@@ -325,15 +374,16 @@ def in_thread(act: Callable[[], None], is_wanted: bool) -> None:
 def run_batches(rank: int, num_ranks: int, seeds: range) -> Found:
     """Run the batches of the seeds on the first ranks."""
     found, num_errors = Found(), 0
+    made = make_batches(rank, num_ranks, seeds)
     for seed in seeds:
-        batch = random_batch(seed, num_ranks)
+        batch, plans = made.pop(seed)
         group = pool_group(num_ranks) if batch.hosts == 1 else _two_hosts[num_ranks]
         try:
             with pytest.MonkeyPatch.context() as patch, limits_of(batch.limits):
                 if batch.hosts == 2:
                     host = f"host {rank % 3 % 2}"
                     patch.setattr(rendezvous, "host_identity", lambda host=host: host)
-                in_thread(partial(run_batch, rank, batch, group, found), batch.thread)
+                in_thread(partial(run_batch, rank, batch, plans, group, found), batch.thread)
                 found.num_batches += 1
         except Exception:
             text = traceback.format_exc(limit=-6)

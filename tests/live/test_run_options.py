@@ -17,6 +17,7 @@ from reshard.live.session.session import all_connections
 from tests.ranks.live import local_of, locals_of, numbered, same_bits
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group
+from tests.soak import cases
 
 FOUR = range(4)
 TRANSPORTS = ["auto", "peer", "shared", "network"]
@@ -86,7 +87,7 @@ def many_rounds_in_flight(rank: int) -> None:
     plan = rs.plan(HAVE, want, shape=shape, memory=512)
     assert plan.num_rounds > 40
     mine, wanted = (local_of(numbered(shape), layout, rank) for layout in (HAVE, want))
-    handles = [plan.start({"tensor": mine + number}, timeout=20) for number in range(8)]
+    handles = [plan.start({"tensor": mine + number}, timeout=20) for number in range(cases(4, 8))]
     for number, handle in enumerate(handles):
         assert torch.equal(handle.wait()["tensor"], wanted + number)
 
@@ -145,7 +146,7 @@ def release_and_run(rank: int, transport: str, shape: tuple[int, ...]) -> None:
     """Again and again: a rank that lets go at once must not take a message from a slow one."""
     plan = rs.plan(HAVE, WANT, shape=shape)
     mine, expected = (local_of(numbered(shape), layout, rank) for layout in (HAVE, WANT))
-    for turn in range(30):
+    for turn in range(cases(12, 30)):
         out = plan.run({"tensor": mine + turn}, transport=transport)
         plan.release()
         assert torch.equal(out["tensor"], expected + turn), turn

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import reshard as rs
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group
+from tests.soak import cases
 
 HAVE, WANT = (rs.Layout(rs.Mesh(tp=4), words) for words in ("tp -", "- tp"))
 
@@ -33,7 +34,7 @@ def let_go(rank: int, rows: int, transport: str) -> None:
     options = {} if transport == "auto" else {"transport": transport}
     plan = rs.plan(HAVE, WANT, shape=shape, dtype="float32")
     with without_gc():
-        for turn in range(3):
+        for turn in range(cases(2, 3)):
             local = torch.ones(rows // 4, 64)
             moved = rs.move(local, HAVE, WANT, shape=shape, group=group, **options)
             ran = plan.run({"tensor": local}, group=group, **options)["tensor"]

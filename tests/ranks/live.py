@@ -41,6 +41,8 @@ EXACT = {
     "float8_e5m2": 7,
 }  # fmt: skip
 """How far dtypes are made to count: not to a power of two, so that rows differ."""
+WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Whole numbers, by their size."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +105,11 @@ def local_of(full: torch.Tensor, layout: rs.Layout, rank: int) -> torch.Tensor |
     indices = moves.held(layout, tuple(full.shape)).get(rank)
     if indices is None:
         return None
-    flat = full.contiguous().reshape(-1)
+    flat, at = full.contiguous().reshape(-1), torch.from_numpy(indices.reshape(-1))
+    if full.element_size() in WHOLE:  # any dtype can be indexed as a number of its size
+        return flat.view(WHOLE[full.element_size()])[at].view(full.dtype).reshape(indices.shape)
     rows = flat.view(torch.uint8).reshape(full.numel(), full.element_size())
-    picked = rows[torch.from_numpy(indices.reshape(-1))].reshape(-1)
-    return picked.view(full.dtype).reshape(indices.shape)
+    return rows[at].reshape(-1).view(full.dtype).reshape(indices.shape)
 
 
 def locals_of(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import reshard as rs
 from tests.ranks.outcome import Outcome, Raised, Returned
@@ -103,6 +103,24 @@ def test_forms_of_gradients(pool: Pool) -> None:
     pool.run(gradients_of_all_forms, ranks=range(4))
 
 
+def gradients_of_float8(rank: int) -> None:
+    """Casts to and from float8, with gradients that it can express."""
+    have, want = rs.Layout(rs.Mesh(dp=2), "dp -"), rs.Layout(rs.Mesh(tp=2), "- -")
+    for dtype, cast in (
+        ("bfloat16", "float8_e4m3fn"), ("float8_e5m2", "float32"), ("float8_e5m2", "float8_e4m3fn"),
+    ):  # fmt: skip
+        x = cut(numbered(4, 2), have, rank).to(getattr(torch, dtype)).requires_grad_()
+        y = rs.move(x, have, want, shape=(4, 2), cast_to=cast, timeout=TIMEOUT)
+        assert torch.equal(y.detach().float(), numbered(4, 2).float())
+        y.float().backward(torch.full((4, 2), rank + 1.0))
+        assert x.grad.dtype == x.dtype
+        assert torch.equal(x.grad.float(), torch.full((2, 2), 3.0))
+
+
+def test_gradients_of_casts_to_and_from_float8(pool: Pool) -> None:
+    pool.run(gradients_of_float8, ranks=range(2))
+
+
 def twice(rank: int, have: rs.Layout, want: rs.Layout, sources: int, copies: int) -> None:
     """The gradient of a gradient of cubes."""
     x = part(have, rank, first=1)
@@ -175,6 +193,61 @@ def with_and_without(rank: int) -> None:
 
 def test_no_grad(pool: Pool) -> None:
     pool.run(with_and_without, ranks=range(4))
+
+
+def donate_with_gradients(rank: int) -> None:
+    """The gradient that is moved is also the gradient of another tensor."""
+    rows, columns = (rs.Layout(rs.Mesh(x=2), text) for text in ("x -", "- x"))
+    mesh, other = DeviceMesh("cpu", [0, 1]), torch.ones(6, 2, requires_grad=True)
+    if rank > 1:
+        return
+    tripled = other * 3  # made first, so that its backward comes last
+    y = rs.move(torch.ones(3, 4, requires_grad=True) * 1, rows, columns, shape=SHAPE, donate=True)
+    ((y + tripled) * 2).sum().backward()
+    assert torch.equal(other.grad, torch.full((6, 2), 6.0))
+    x = DTensor.from_local(torch.ones(3, 4), mesh, [Shard(0)]).requires_grad_()
+    other = DTensor.from_local(torch.ones(6, 2), mesh, [Shard(1)]).requires_grad_()
+    tripled = other * 3
+    y = rs.move(x * 1, to=(mesh, [Shard(1)]), donate=True)
+    ((y + tripled) * 2).sum().backward()
+    assert torch.equal(x.grad.full_tensor(), torch.full(SHAPE, 2.0))
+    assert torch.equal(other.grad.full_tensor(), torch.full(SHAPE, 6.0))
+
+
+def test_gradients_of_a_donated_source_are_not_freed(pool: Pool) -> None:
+    pool.run(donate_with_gradients)
+
+
+def write_what_is_saved(rank: int) -> None:
+    """A move into tensors that an operation has kept for its backward, as any in-place write."""
+    rows, columns = (rs.Layout(rs.Mesh(x=2), text) for text in ("x -", "- x"))
+    mesh = DeviceMesh("cpu", [0, 1])
+    if rank > 1:
+        return
+    spec = rs.sharded.ChunkShardingSpec(1, ["rank:0/cpu", "rank:1/cpu"])
+    for atomic in (False, True):
+        kinds = {
+            "plain": torch.ones(6, 2),
+            "parameter": torch.nn.Parameter(torch.ones(6, 2)),
+            "view": torch.ones(12, 2)[::2],
+            "dtensor": DTensor.from_local(torch.ones(6, 2), mesh, [Shard(1)]),
+            "sharded": rs.sharded.ones(spec, *SHAPE, process_group=mesh.get_group()),
+        }
+        for kind, into in kinds.items():
+            x = torch.ones_like(into.detach()).requires_grad_()
+            loss = (x * into).sum()
+            rs.move(torch.ones(3, 4), rows, columns, shape=SHAPE, into=into, atomic=atomic)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+            assert into._version, kind
+    with torch.inference_mode():
+        into = torch.zeros(6, 2)
+        rs.move(torch.ones(3, 4), rows, columns, shape=SHAPE, into=into)
+    assert torch.equal(into, torch.ones(6, 2))
+
+
+def test_autograd_notices_writes_into_tensors_that_it_has_kept(pool: Pool) -> None:
+    pool.run(write_what_is_saved)
 
 
 def raised(outcomes: Sequence[Outcome], kind: str, *words: str) -> None:

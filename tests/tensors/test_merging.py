@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 import reshard as rs
 from reshard.layout.layout import BoxLayout
-from reshard.layout.spec import is_part_of
+from reshard.layout.spec import agrees, is_part_of
 from reshard.tensors.exchanging import merge_specs, specs_from_texts, specs_to_text
 from reshard.tensors.local import whole_on
 from tests import generate
@@ -139,6 +139,16 @@ def test_a_rank_that_describes_all_and_ranks_that_describe_their_sub_mesh() -> N
     assert not is_part_of(by_hand.layout, rs.Layout(rs.Mesh.parse("dp=2 @ 1,3"), "dp -"), (8, 4))
 
 
+def test_a_layout_does_not_speak_of_ranks_that_it_is_without() -> None:
+    """Survivors give tensors whose layout still has the lost rank."""
+    rows = rs.Layout(rs.Mesh(replica=2, dp=2), "dp -")
+    survivors, columns = rows.without([3]), rs.Layout(rows.mesh, "- dp")
+    assert agrees(rows, survivors, (8, 4))
+    assert agrees(survivors, rows, (8, 4))
+    assert is_part_of(rows, survivors, (8, 4))
+    assert not agrees(columns, survivors, (8, 4))
+
+
 def test_the_answer_does_not_depend_on_the_order() -> None:
     specs = {rank: {"b": plain(rank), "w": ROWS} for rank in (5, 2, 9)}
     backwards = dict(reversed(specs.items()))
@@ -233,7 +243,7 @@ def replicas(rng: Random) -> tuple[list[Side], tuple[int, ...]]:
     return sides, shape
 
 
-@settings(max_examples=cases(80, 2000), deadline=None)
+@settings(max_examples=cases(50, 2000), deadline=None)
 @given(drawn_by(replicas))
 def test_every_rank_holds_what_it_said(drawn: tuple[list[Side], tuple[int, ...]]) -> None:
     sides, shape = drawn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +22,9 @@ WRONG = {
     "no shape": ({"shape": None}, "without shape=: have= is its layout, shape= that of the whole"),
     "no layout": ({"have": None}, "a plain tensor comes without have=: have= is its layout"),
     "a list": ({"tensor": [1.0], "shape": None}, "a list cannot be moved: give a tensor"),
+    "lazy": ({"tensor": torch.nn.UninitializedParameter()}, "which has no shape yet"),
+    "sparse": ({"tensor": torch.ones(4, 4).to_sparse()}, "only dense tensors can be moved"),
+    "into an array": ({"into": np.zeros((4, 4))}, "into= is a ndarray: give a tensor"),
     "shape in words": ({"shape": "4x4"}, 'shape="4x4": give the sizes'),
     "shape a number": ({"shape": 16}, "shape=16: give the sizes"),
     "shape of halves": ({"shape": (4, 4.5)}, "give the sizes of the whole tensor"),

@@ -179,8 +179,9 @@ def exchange_wrongly(rank: int) -> list[str]:
         return said
     norm = distribute_tensor(torch.ones(6), mesh["dp"], [Shard(0)])
     specs = rs.describe({"norm": norm})
+    matrix = rs.TensorSpec((6,), "float32", rs.Layout(rs.Mesh(dp=2, tp=2), "dp tp"))
     for wrong in ({"norm": norm}, [norm], rs.describe({"norm": torch.ones(6)}),
-                  rs.describe({"norm": torch.ones(3)})):  # fmt: skip
+                  rs.describe({"norm": torch.ones(3)}), {"norm": matrix}):  # fmt: skip
         with pytest.raises(rs.LiveError) as error:
             rs.exchange(have=wrong if rank == 3 else specs, group=pool_group(4), timeout=TIMEOUT)
         said.append(str(error.value))
@@ -192,7 +193,7 @@ def exchange_wrongly(rank: int) -> list[str]:
 def test_an_exchange_that_one_rank_gets_wrong(pool: Pool) -> None:
     first, *others = pool.run(exchange_wrongly)[:4]
     assert others == [first] * 3
-    tensor, sequence, whole, shard = first
+    tensor, sequence, whole, shard, misfit = first
     assert tensor == (
         'on rank 3: have["norm"] is a DTensor: '
         "give rs.describe(state_dict), or a dict of rs.TensorSpec"
@@ -201,6 +202,22 @@ def test_an_exchange_that_one_rank_gets_wrong(pool: Pool) -> None:
     assert 'is float32 (6,) "dp" over "dp=2 @ 1,3" according to rank 1' in whole
     assert "the first gives rank 3 [3:6], the second [0:6]; a plain tensor counts" in whole
     assert "float32 (3,) whole according to rank 3: shape and dtype" in shard
+    assert misfit.startswith('on rank 3: have["norm"]: layout "dp tp"')
+
+
+def move_numbered_names(rank: int) -> None:
+    """The state of an optimizer has numbers for names; a plan calls them "0" and "1"."""
+    specs = [rs.TensorSpec((4, 4), "float32", rs.Layout(rs.Mesh(x=2), w)) for w in ("x -", "- x")]
+    plan = rs.plan(*({"0": spec, "1": spec} for spec in specs))
+    for _ in range(2):
+        into = {1: torch.zeros(4, 2), 0: torch.zeros(4, 2)}
+        out = plan.run({0: torch.ones(2, 4), 1: torch.ones(2, 4)}, into=into, timeout=TIMEOUT)
+        assert sorted(out) == ["0", "1"]
+        assert all(torch.equal(tensor, torch.ones(4, 2)) for tensor in into.values())
+
+
+def test_numbers_are_names(pool: Pool) -> None:
+    pool.run(move_numbered_names, ranks=range(2))
 
 
 PLACES = {0: [((0, 0), (2, 3)), ((5, 0), (3, 3))], 1: [((2, 0), (3, 2)), ((2, 2), (3, 1))], 2: []}

@@ -1,9 +1,11 @@
 """State dicts as specs: every tensor is in, everything else is named or harmless."""
 
 import time
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from io import BytesIO
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +68,12 @@ def test_numbers_and_texts_are_left_out() -> None:
     assert list(describe(state)) == ["g.1"]
 
 
+def nested() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors are a prototype
+        return torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+
+
 @pytest.mark.parametrize(
     ("state", "named"),
     [
@@ -75,9 +83,13 @@ def test_numbers_and_texts_are_left_out() -> None:
         ({"a": {"b": torch.zeros(1)}, "a.b": torch.zeros(1)}, 'called "a.b"'),
         ({(1, 2): torch.zeros(1)}, r'the key "\(1, 2\)" .* is a tuple'),
         ({"s": torch.zeros(2).to_sparse()}, '"s": the tensor is torch.sparse_coo'),
+        ({"n": [nested()]}, '"n.0": the tensor is nested: only dense'),
+        ({"l": nn.UninitializedParameter()}, '"l": the tensor is an UninitializedParameter, which'),
+        (torch.zeros(2), "a Tensor is no state dict: give a dict"),
+        (None, "a NoneType is no state dict"),
     ],
 )
-def test_what_cannot_be_moved_is_named(state: dict[object, object], named: str) -> None:
+def test_what_cannot_be_moved_is_named(state: Any, named: str) -> None:
     with pytest.raises(rs.TensorError, match=named):
         describe(state)
 

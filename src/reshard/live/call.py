@@ -151,6 +151,8 @@ class Call:
             report.setup = time.perf_counter() - began
         if watch is not None and self._transports:
             self._shake_hands(watch, program, bound)
+        if self.into and not options.atomic:
+            bound.note_written(len(self.plan.have))
         exchange.run()
         if program.part.fills:
             fill_zeros(program, bound.tensors)

@@ -25,7 +25,15 @@ from reshard.planning.adjoint import SumMove
 from reshard.planning.plans import ONE, Plan
 from reshard.tensors.kinds import materialize
 
-__all__ = ["Backward", "attach"]
+__all__ = ["Backward", "attach", "gradient_options"]
+
+
+def gradient_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options of a move, for the moves of its gradients, which belong to autograd.
+
+    A donated gradient would be freed, and other tensors may have the same one.
+    """
+    return {name: value for name, value in options.items() if name != "donate"}
 
 
 @dataclass(frozen=True, eq=False)

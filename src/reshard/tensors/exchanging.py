@@ -75,6 +75,10 @@ def _write(side: str, specs: Specs) -> str:
     for name, spec in specs.items():
         if not isinstance(spec, TensorSpec):
             raise TensorError(f"{side}[{quoted(name)}] is a {type(spec).__name__}: {GIVE}")
+        try:
+            spec.layout.dims(spec.shape)
+        except ReshardError as error:
+            raise TensorError(f"{side}[{quoted(name)}]: {error}") from None
     return specs_to_text(specs)
 
 
@@ -381,12 +385,8 @@ def _in_words(layouts: Sequence[Layout], meshes: Iterable[Mesh]) -> Layout | Non
 
 def _in_boxes(layouts: Sequence[Layout], shape: tuple[int, ...]) -> Layout | None:
     """A layout of all boxes; None if a local tensor is not the concatenation of its boxes."""
-    by_rank = {
-        rank: layout
-        for layout in layouts
-        for rank in layout.ranks
-        if layout.holds(rank) is not None
-    }
+    pairs = ((rank, layout) for layout in layouts for rank in layout.ranks)
+    by_rank = {rank: layout for rank, layout in pairs if layout.holds(rank) is not None}
     boxes = {rank: _boxes(layout, rank, shape) for rank, layout in by_rank.items()}
     union = Layout.from_boxes(shape, boxes)
     fits = all(holds_alike(layout, union, rank, shape) for rank, layout in by_rank.items())

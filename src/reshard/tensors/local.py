@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 __all__ = [
-    "Destination", "box_view", "check_matches", "destination_of", "layout_of", "local_of",
-    "parts_of", "piece_view", "spec_of", "whole_on",
+    "Destination", "box_view", "check_dense", "check_matches", "destination_of", "layout_of",
+    "local_of", "parts_of", "piece_view", "spec_of", "whole_on",
 ]  # fmt: skip
 
 
@@ -73,11 +73,21 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
         # Asking the tensor itself is an operation on it, and torch warns of every one.
         metadata = tensor.metadata()
         return TensorSpec(tuple(metadata.size), str(metadata.tensor_properties.dtype), layout)
-    if tensor.layout is not torch.strided:
-        raise TensorError(f"the tensor is {tensor.layout}: only dense tensors can be moved")
+    check_dense(tensor)
     if isinstance(layout, BoxLayout):
         return TensorSpec(tuple(tensor.shape), str(tensor.dtype), layout)
     return _spec(tensor.shape, tensor.dtype, layout)
+
+
+def check_dense(tensor: torch.Tensor) -> None:
+    """Refuse a tensor that is not dense or has no shape."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else tensor.layout
+        raise TensorError(f"the tensor is {kind}: only dense tensors can be moved")
+    if type(tensor) is not torch.Tensor and torch.nn.parameter.is_lazy(tensor):
+        raise TensorError(
+            f"the tensor is an {type(tensor).__name__}, which has no shape yet: run its module once"
+        )
 
 
 @lru_cache(maxsize=1024)
@@ -193,9 +203,14 @@ class Destination:
     local: torch.Tensor | None
     """What a move writes to; for several parts, a staging tensor of all of them."""
     parts: tuple[torch.Tensor, ...]
+    whole: torch.Tensor
+    """The tensor of any kind, which consists of the parts of all ranks."""
 
     def complete(self) -> None:
         """Copy from the staging tensor to the parts, where there are several."""
+        if has_layout(self.whole):
+            # Autograd may have kept the whole tensor, which does not notice writes to its parts.
+            torch.autograd.graph.increment_version(self.whole)
         if self.local is None or len(self.parts) < 2:
             return
         at = 0
@@ -209,8 +224,9 @@ def destination_of(tensor: torch.Tensor) -> Destination:
     parts = parts_of(tensor)
     if len(parts) > 1:
         total = sum(part.numel() for part in parts)
-        return Destination(torch.empty(total, dtype=parts[0].dtype, device=parts[0].device), parts)
-    return Destination(parts[0] if parts else None, parts)
+        staging = torch.empty(total, dtype=parts[0].dtype, device=parts[0].device)
+        return Destination(staging, parts, tensor)
+    return Destination(parts[0] if parts else None, parts, tensor)
 
 
 def piece_view(local: torch.Tensor, piece: Piece) -> torch.Tensor:

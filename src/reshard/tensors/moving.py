@@ -30,7 +30,14 @@ from reshard.tensors.kinds import (
     is_own_sharded_tensor,
     not_compiled,
 )
-from reshard.tensors.local import Destination, check_matches, destination_of, local_of, spec_of
+from reshard.tensors.local import (
+    Destination,
+    check_dense,
+    check_matches,
+    destination_of,
+    local_of,
+    spec_of,
+)
 from reshard.tensors.tensor_move import USUAL_MEMORY, Grad, TensorMove, move_between
 from reshard.text import parse_bytes
 
@@ -347,6 +354,8 @@ def _layout_on_mesh(target: OnMesh, shape: tuple[int, ...]) -> Layout:
 
 def _destination(into: torch.Tensor, one: TensorMove) -> Destination:
     """The memory of ``into``, if that has the layout of the destination."""
+    if not isinstance(into, torch.Tensor):
+        raise TensorError(f"into= is {_show(into)}: give a tensor")
     check_matches(into, TensorSpec(one.shape, one.cast, one.want), ONE, is_source=False)
     return destination_of(into)
 
@@ -388,6 +397,7 @@ def _source(
         if request.dtype is None:
             raise TensorError("on a rank without a local tensor a move needs dtype=")
         return lambda: (None, None), have, sizes, canonical_dtype(request.dtype)
+    check_dense(tensor)
     return lambda: (tensor, None), have, sizes, tensor.dtype
 
 

@@ -53,6 +53,10 @@ def describe(state_dict: Mapping[Any, Any]) -> dict[str, TensorSpec]:
 
 def tensors_in(state_dict: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
     """The tensors of a state dict under the names that `describe` gives them."""
+    if not isinstance(state_dict, Mapping | list | tuple):
+        raise TensorError(
+            f'a {type(state_dict).__name__} is no state dict: give a dict, as {{"weight": tensor}}'
+        )
     found: dict[str, torch.Tensor] = {}
     for name, tensor in _walk("", state_dict, 0):
         if name in found:
@@ -163,7 +167,7 @@ def _local_tensors(
 
 
 def _is_plain(tensors: Mapping[Any, Any]) -> bool:
-    return set(map(type, tensors.values())) <= PLAIN
+    return set(map(type, tensors.values())) <= PLAIN and set(map(type, tensors)) <= {str}
 
 
 def _flatten(

@@ -26,7 +26,7 @@ from reshard.live.inputs.request import options_from
 from reshard.live.session.session import Ticket
 from reshard.planning.adjoint import SumMove, unreduced
 from reshard.planning.plans import DEFAULT_MEMORY, ONE, Plan, plan
-from reshard.tensors.autograd import Backward, attach
+from reshard.tensors.autograd import Backward, attach, gradient_options
 from reshard.tensors.kinds import materialize, this_rank
 from reshard.text import parse_bytes
 
@@ -254,14 +254,21 @@ class TensorMove:
         have, count = self.have, 1
         if have.reduce is not None and have.reduce[0] == "avg":
             count = prod(have.mesh.axes[axis] for axis in have.reduce[1])
-        kinds = (getattr(torch, self.dtype), getattr(torch, self.cast))
-        # Gradients are added up in the wider of the two dtypes.
-        kind = str(torch.promote_types(*kinds)).removeprefix("torch.")
+        kind = _wider(self.dtype, self.cast)  # in which gradients are added up
         adds = grad == "sum"
         # What is still to be divided is not rounded before.
         cast = accumulator(kind) if adds and count > 1 else kind
         move = SumMove(self.want, unreduced(have), self.shape, kind, self.memory, adds, cast)
-        return Backward(move, count, group, options, device)
+        return Backward(move, count, group, gradient_options(options), device)
+
+
+def _wider(dtype: str, cast: str) -> str:
+    """The wider of two dtypes, or one that is wider than both."""
+    if dtype == cast:
+        return dtype
+    # torch promotes no float8; float16 and bfloat16 are each wider than some of them only.
+    kinds = ("float32" if kind.startswith("float8") else kind for kind in (dtype, cast))
+    return str(torch.promote_types(*(getattr(torch, kind) for kind in kinds))).split(".")[1]
 
 
 def _holders(layout: Layout) -> set[int]:

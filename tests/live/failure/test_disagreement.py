@@ -23,6 +23,7 @@ from tests.live.failure.faults import (
 )
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group
+from tests.soak import soaking
 
 DEALT = rs.Layout(FOUR, "x:2 -")
 THREE = rs.Mesh(x=3)
@@ -90,9 +91,16 @@ def source_of_dtypes(plan: rs.Plan, rank: int) -> dict[str, torch.Tensor]:
     return {name: tensor.to(dtypes[name]) for name, tensor in found.items()}
 
 
-@pytest.mark.parametrize("transport", ["auto", "network"])
-@pytest.mark.parametrize("warm", [False, True], ids=["first call", "warm call"])
-@pytest.mark.parametrize("what", OTHERS)
+WAYS = [
+    (what, call == "warm call", transport)
+    for at, what in enumerate(OTHERS)
+    for number, call in enumerate(("first call", "warm call"))
+    for turn, transport in enumerate(("auto", "network"))
+    if soaking() or (at + number + turn) % 2 == 0
+]
+
+
+@pytest.mark.parametrize(("what", "warm", "transport"), WAYS)
 def test_one_rank_is_given_another_move(pool: Pool, what: str, warm: bool, transport: str) -> None:
     outcomes = pool.run(move_otherwise, what, warm, transport, ranks=range(4))
     check_same(outcomes, "DisagreementError", NAMED[what])
@@ -160,6 +168,21 @@ def test_one_rank_moves_among_other_ranks(pool: Pool, warm: bool) -> None:
     outcomes = pool.run(other_ranks, warm, ranks=range(4))
     check_same(outcomes, "DisagreementError", "rank 2 is in call", "among ranks 0-2")
     check_soon(outcomes, SOON)
+
+
+def wrong_group(rank: int, group: Any) -> Tried:
+    plan = plan_of((16, 20))
+    given = {"group": group} if rank == ODD else {}
+    outcome = tried(lambda: plan.run(source_of(plan, rank), **given, timeout=10))
+    plan.run(source_of(plan, rank), timeout=10)
+    return outcome
+
+
+def test_one_rank_gives_a_group_that_is_none(pool: Pool) -> None:
+    for group in (3, "world"):
+        outcomes = pool.run(wrong_group, group, ranks=range(4))
+        check_same(outcomes, "LiveError", f"group= is {group!r}: give a process group")
+        check_soon(outcomes, SOON)
 
 
 def many_tensors(rank: int) -> Tried:

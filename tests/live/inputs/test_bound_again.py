@@ -50,6 +50,13 @@ def test_a_later_call_binds_what_a_first_call_binds() -> None:
         assert facts(bound_to(local, moved)) == facts(bound_to(Locals(plan, 0), moved))
 
 
+def _free_around(tensors: dict[str, torch.Tensor]) -> None:
+    """The address of a part of a freed storage is not 0."""
+    whole = torch.randn(8, 4)
+    tensors["b"] = whole[5:]
+    whole.untyped_storage().resize_(0)
+
+
 CHANGES: dict[str, tuple[Change, str]] = {
     "other memory": (lambda t: setattr(t["b"], "data", torch.randn(SHAPE)), ""),
     "other strides": (lambda t: setattr(t["b"], "data", torch.randn(4, 3).t()), ""),
@@ -58,6 +65,9 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "resized": (lambda t: t["b"].resize_(2, 2), "[2, 2]"),
     "negative": (lambda t: t.update(b=torch._neg_view(t["b"])), "lazy conjugate or negative"),
     "sparse": (lambda t: t.update(b=t["b"].to_sparse()), "sparse"),
+    "nested": (lambda t: t.update(b=torch.nested.nested_tensor([*t["b"]])), "nested tensor"),
+    "freed": (lambda t: t["b"].untyped_storage().resize_(0), "its storage was freed"),
+    "part of freed": (_free_around, "its storage was freed"),
     "on no device": (lambda t: t.update(b=t["b"].to("meta")), "meta"),
     "a number": (lambda t: t.update(b=3), "is a int"),
     "none": (lambda t: t.update(b=None), "was given none"),
@@ -67,6 +77,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_between_calls_is_noticed(change: str) -> None:
     """The same tensors first, so that they are known; then one of them is another one."""

@@ -11,6 +11,7 @@ import reshard as rs
 from reshard.dtypes import ITEMSIZE
 from tests.ranks.live import bits, local_of, locals_of, numbered, same_bits
 from tests.ranks.pool import Pool
+from tests.soak import soaking
 
 FOUR = range(4)
 TRANSPORTS = ["auto", "peer", "shared", "network"]
@@ -45,8 +46,15 @@ def move_every_dtype(rank: int, transport: str, shape: tuple[int, ...]) -> None:
     same_bits(out, locals_of(full, want, rank))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("shape", [(7, 5), (130, 130)])
+SMALL, LARGE = (7, 5), (130, 130)
+WAYS = [(shape, transport) for shape in (SMALL, LARGE) for transport in TRANSPORTS]
+
+
+# A soak also has small messages by each way within the host.
+@pytest.mark.parametrize(
+    ("shape", "transport"),
+    [way for way in WAYS if soaking() or way[0] == LARGE or way[1] in ("auto", "network")],
+)
 def test_every_dtype_in_one_move(pool: Pool, transport: str, shape: tuple[int, ...]) -> None:
     pool.run(move_every_dtype, transport, shape, ranks=FOUR)
 
@@ -141,3 +149,29 @@ def test_a_lazy_conjugate_is_never_taken_for_the_tensor(pool: Pool) -> None:
     for message, both in pool.run(move_conjugate, ranks=FOUR):
         assert "resolve_conj" in message or both[: len(both) // 2] == both[len(both) // 2 :]
         assert message or both
+
+
+def cast_complex_to_bool(rank: int) -> None:
+    """As torch casts: False is 0 only. Every rank keeps one part and receives one."""
+    full = torch.tensor([0, 1, 1j, -2j], dtype=torch.complex64).repeat(4)
+    have = {"w": spec(full, rs.Layout(LINE, "tp"))}
+    want = {"w": spec(full, rs.Layout(LINE, "tp:2"), "bool")}
+    out = rs.plan(have, want).run(locals_of({"w": full}, have, rank))
+    same_bits(out, locals_of({"w": full.to(torch.bool)}, want, rank))
+
+
+def test_complex_numbers_become_true_if_any_part_is_not_zero(pool: Pool) -> None:
+    pool.run(cast_complex_to_bool, ranks=FOUR)
+
+
+def add_up_complex32(rank: int) -> None:
+    warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
+    have, want = rs.Layout(LINE, "- | sum tp"), rs.Layout(LINE, "tp")
+    local = torch.full((8,), complex(rank + 1, -rank), dtype=torch.complex64)
+    moved = rs.move(local.to(torch.complex32), have, want, shape=(8,))
+    expected = torch.full((2,), complex(10, -6), dtype=torch.complex64)
+    assert torch.equal(moved.to(torch.complex64), expected)
+
+
+def test_sums_of_complex32(pool: Pool) -> None:
+    pool.run(add_up_complex32, ranks=FOUR)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -64,6 +66,9 @@ def overlapping_destinations(rank: int) -> list[str]:
         (memory.as_strided((8, 2), (1, 1)), memory[20:36].view(8, 2)),
     ]
     told = [message_of(plan, mine, into={"a": a, "b": b}) for a, b in pairs]
+    one, other = pairs[0][0], pairs[0][0].view(torch.int32)  # the same memory, read otherwise
+    casts = rs.plan(have, want | {"b": rs.TensorSpec(FULL, "int32", COLUMNS)})
+    told.insert(0, message_of(casts, mine, into={"a": one, "b": other}))
     assert bool((memory == -1).all())
     beside = {"a": memory[:32].view(8, 4)[:, :2], "b": memory[:32].view(8, 4)[:, 2:]}
     out = plan.run(mine, into=beside)
@@ -116,6 +121,19 @@ def test_tied_sources(pool: Pool) -> None:
     pool.run(tied_sources, ranks=FOUR)
 
 
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like this one, after it was donated."""
+    result = tensor.clone()
+    result.untyped_storage().resize_(0)
+    return result
+
+
+def nested(tensor: torch.Tensor) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors are a prototype
+        return torch.nested.nested_tensor([*tensor])
+
+
 def unfit(rank: int) -> dict[str, str]:
     plan = rs.plan(ROWS, COLUMNS, shape=FULL)
     mine = local_of(numbered(FULL), ROWS, rank)
@@ -133,6 +151,9 @@ def unfit(rank: int) -> dict[str, str]:
         "dtype": message_of(plan, {"tensor": mine.double()}),
         "sparse": message_of(plan, {"tensor": mine.to_sparse()}),
         "meta": message_of(plan, {"tensor": mine.to("meta")}),
+        "nested": message_of(plan, {"tensor": nested(mine)}),
+        "freed": message_of(plan, {"tensor": freed(mine) if rank == 1 else mine}),
+        "into freed": message_of(plan, {"tensor": mine}, into={"tensor": freed(into)}),
         "dtensor": message_of(plan, {"tensor": dtensor}),
         "into list": message_of(plan, {"tensor": mine}, into={"tensor": [0.0]}),
         "into none": message_of(plan, {"tensor": mine}, into={}),
@@ -159,6 +180,8 @@ def test_unfit_tensors_are_named_and_nothing_moves(pool: Pool) -> None:
         assert "list" in told["list"]
         assert "ndarray" in told["array"]
         assert "DTensor" in told["dtensor"]
+        assert '"tensor" to move on rank 1 has no memory: its storage was freed' in told["freed"]
+        assert "into" in told["into freed"]
 
 
 def unread_sources(rank: int) -> None:

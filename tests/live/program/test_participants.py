@@ -14,6 +14,7 @@ from reshard.live.session.session import all_connections
 from tests.ranks.live import local_of, numbered
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group
+from tests.soak import cases
 
 TRANSPORTS = ["auto", "shared", "network"]
 
@@ -111,7 +112,7 @@ def test_disjoint_sources_and_destinations(pool: Pool, transport: str) -> None:
 def two_in_flight(rank: int, transport: str, backwards_on: tuple[int, ...]) -> None:
     there = one(rs.Layout(rs.Mesh(tp=4), "tp -"), rs.Layout(rs.Mesh(tp=4), "- tp"), (400, 300))
     back = one(rs.Layout(rs.Mesh(tp=4), "- tp"), rs.Layout(rs.Mesh(tp=4), "tp -"), (64, 8))
-    for turn in range(5):
+    for turn in range(cases(3, 5)):
         handles = []
         for plan in (there, back):
             full = numbered(plan.have["tensor"].shape, first=turn)
@@ -133,7 +134,7 @@ def test_two_plans_in_flight(pool: Pool, transport: str) -> None:
 def one_plan_often_in_flight(rank: int, transport: str, shape: tuple[int, ...]) -> None:
     """The same plan with other tensors each time, waited for in another order on every rank."""
     plan = one(rs.Layout(rs.Mesh(dp=2, tp=2), "dp tp"), rs.Layout(rs.Mesh(tp=4), "tp:3 -"), shape)
-    for turn in range(6):
+    for turn in range(cases(3, 6)):
         handles = {}
         for first in range(turn, turn + 5):
             full = numbered(shape, first=first)
@@ -156,7 +157,7 @@ def start_and_run(rank: int) -> None:
     wide = one(rs.Layout(rs.Mesh(tp=4), "tp -"), rs.Layout(rs.Mesh(tp=4), "- tp"), (500, 400))
     narrow = one(rs.Layout(line(0, 2), "tp -"), rs.Layout(line(1, 2), "- tp"))
     mine = local_of(numbered((500, 400)), wide.have["tensor"].layout, rank)
-    for turn in range(5):
+    for turn in range(cases(3, 5)):
         handle = wide.start({"tensor": mine}, timeout=20)
         move(rank, narrow, turn)
         check(rank, wide, handle.wait())

@@ -7,6 +7,7 @@ from itertools import combinations, product
 import pytest
 
 from tests.live.session.matching import Explored, Program, explore
+from tests.soak import cases
 
 RANKS, CALLS = 3, 3
 PLACES = list(product(range(RANKS), range(CALLS)))
@@ -21,7 +22,7 @@ def mixed(found: Explored) -> list[object]:
 def test_no_interrupts_mix_or_hang(tags: bool) -> None:
     """Any three calls may be interrupted, before they are entered or after, in any order."""
     num_states = 0
-    for chosen in combinations(PLACES, 3):
+    for chosen in [*combinations(PLACES, 3)][:: cases(2, 1)]:
         found = explore(Program(RANKS, CALLS, interrupted=frozenset(chosen), tags=tags))
         assert not mixed(found), chosen
         assert not found.stuck, chosen

@@ -61,8 +61,8 @@ def transports(rank: int, group: object) -> list[str]:
 
 
 def test_memory_within_a_host_and_the_network_between(pool: Pool) -> None:
-    outcomes = pool.run(on_two_hosts, cases(20, 40), timeout=100)
-    check_told([told for told, _ in outcomes], cases(18, 36))
+    outcomes = pool.run(on_two_hosts, cases(12, 40), timeout=100)
+    check_told([told for told, _ in outcomes], cases(10, 36))
     for rank, (_, names) in enumerate(outcomes):
         for peer, name in enumerate(names):
             near = "peer memory" if BY_HOST[peer] == BY_HOST[rank] else "network (gloo)"

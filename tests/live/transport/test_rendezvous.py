@@ -20,7 +20,7 @@ from tests.ranks.rank import pool_group
 FOUR, GRID = rs.Mesh(x=4), rs.Mesh(x=2, y=2)
 ROWS, COLUMNS = rs.Layout(FOUR, "x -"), rs.Layout(FOUR, "- x")
 PAIRS = [(ROWS, COLUMNS), (COLUMNS, ROWS), (rs.Layout(GRID, "x y"), rs.Layout(GRID, "y x"))]
-SHAPE = (1024, 2048)
+SHAPE = (512, 1024)
 SMALL = 1 << 14
 
 

@@ -1,4 +1,4 @@
-"""Ranks on two hosts, which torchrun starts: memory within a host, the network between.
+"""Ranks on two hosts: memory within a host, the network between.
 
 The hosts are network namespaces of this machine; where none can be made the tests are skipped, and
 say why.
@@ -22,7 +22,7 @@ import pytest
 
 from tests.live.transport.namespaces import Host, NotPermittedError, two_hosts
 from tests.live.transport.two_hosts_worker import TIMEOUT
-from tests.soak import within
+from tests.soak import soaking, within
 
 ROOT = Path(__file__).parents[3]
 NUM_CASES = 6
@@ -31,6 +31,23 @@ RANKS = range(4)
 START_SECONDS, END_SECONDS = 240.0, 90.0
 FEW_SECONDS = within(4.0)
 """How much later than its timeout a rank may notice that it is cut off."""
+
+FORKS = """
+import os
+import sys
+
+from tests.live.transport import two_hosts_worker
+
+ranks = []
+for rank in (2 * int(sys.argv[1]), 2 * int(sys.argv[1]) + 1):
+    ranks.append(os.fork())
+    if not ranks[-1]:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "4"}
+        two_hosts_worker.main(sys.argv[2])
+        sys.exit()
+sys.exit(any([os.waitpid(rank, 0)[1] for rank in ranks]))
+"""
+"""A launcher that imports torch once for the ranks of its host; a soak has torchrun."""
 
 Told = dict[str, Any]
 
@@ -51,15 +68,23 @@ class Job:
         where = ["--master-addr", self.hosts[0].address, "--master-port", "29500"]
         size = ["--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(number)]
         what = ["-m", "tests.live.transport.two_hosts_worker", str(self.folder)]
-        torchrun = [sys.executable, "-m", "torch.distributed.run", *size, *where, *what]
+        launcher = [sys.executable, "-m", "torch.distributed.run", *size, *where, *what]
+        if not soaking():
+            launcher = [sys.executable, "-c", FORKS, str(number), str(self.folder)]
+        address = {"MASTER_ADDR": self.hosts[0].address, "MASTER_PORT": "29500"}
         network = {"GLOO_SOCKET_IFNAME": host.interface}
-        python = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
         paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+        python = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+        python |= {"PYTHONPATH": os.pathsep.join(paths)}
         with (self.folder / f"output.{number}").open("w") as output:
             return subprocess.Popen(
-                host.command(torchrun),
+                host.command(launcher),
                 cwd=ROOT,
-                env=os.environ | network | python | {"PYTHONPATH": os.pathsep.join(paths)},
+                env=os.environ
+                | address
+                | network
+                | python
+                | {"PYTHONPATH": os.pathsep.join(paths)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

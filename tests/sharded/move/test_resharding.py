@@ -63,7 +63,8 @@ def every_pair_of_dims(rank: int, size: tuple[int, int]) -> None:
     orders = ([0, 1, 2, 3], [2, 0, 3, 1], [3, 2, 1, 0])[: 2 if is_sampled(size) else 3]
     for dim in (0, 1):
         for other in (0, 1, -1, -2):
-            for before in orders:
+            # Dims counted from the end are the same dims.
+            for before in orders if other >= 0 or soaking() else orders[:1]:
                 for after in orders:
                     have, want = chunk(dim, before), chunk(other, after)
                     source = sharded(full, have)
@@ -83,7 +84,8 @@ def all_permutations(rank: int, size: tuple[int, int]) -> None:
     source = sharded(full, chunk(0)).requires_grad_()
     weight = numbered(*size) + 1
     for dim in (0, 1):
-        for order in [*permutations(range(4))][:: 5 if is_sampled(size) else 1]:
+        every = 5 if is_sampled(size) or (dim and not soaking()) else 1
+        for order in [*permutations(range(4))][::every]:
             want = chunk(dim, order)
             found = source.resharded(want)
             check_same(found.detach(), full, want)
@@ -132,7 +134,8 @@ def any_to_any(rank: int, size: tuple[int, int]) -> None:
             check_same(found.detach(), full, want)
             (gradient,) = torch.autograd.grad(found, source, sharded(weight, want))
             check_same(gradient, weight, have)
-            check_same(found.detach().resharded(have), full, have)
+            if soaking():  # else what comes back comes as another pair
+                check_same(found.detach().resharded(have), full, have)
 
 
 @pytest.mark.parametrize("size", [(6, 9), (13, 7)][: cases(1, 2)], ids=str)

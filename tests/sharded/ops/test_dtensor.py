@@ -29,6 +29,7 @@ from tests.sharded.specs_and_values import (
     values,
     whole,
 )
+from tests.soak import cases, soaking
 
 Op = Callable[..., torch.Tensor]
 F64 = torch.float64
@@ -72,7 +73,8 @@ def products(rank: int, size: int) -> None:
     check_op(torch.mv, [(rows, inner), (inner,)], [0, None])
 
 
-@pytest.mark.parametrize("size", [8, 5])
+# With 5 sides of 5, 6 and 8: some ranks have less than others, or nothing.
+@pytest.mark.parametrize("size", [5, 8][: cases(1, 2)])
 def test_linear_and_matmul(pool: Pool, size: int) -> None:
     pool.run(products, size, ranks=FOUR)
 
@@ -94,7 +96,7 @@ def norms(rank: int, size: int) -> None:
     check_op(lambda x, w: F.layer_norm(x, wide, w), [(2, *wide), wide], [None, 0])
 
 
-@pytest.mark.parametrize("size", [6, 7])
+@pytest.mark.parametrize("size", [6, 7][: cases(1, 2)])
 def test_layer_norm_rms_norm_and_softmax(pool: Pool, size: int) -> None:
     pool.run(norms, size, ranks=FOUR)
 
@@ -120,7 +122,7 @@ def test_B75_embedding_with_gradients(pool: Pool) -> None:
 def attention(rank: int) -> None:
     for heads in (4, 6):
         for dim in (0, 1, 2):
-            for causal in (False, True)[heads == 6 :]:
+            for causal in (False, True)[heads == 6 :] if soaking() else (dim != heads // 4,):
                 check_op(
                     lambda q, k, v, causal=causal: F.scaled_dot_product_attention(
                         q, k, v, is_causal=causal
@@ -237,7 +239,8 @@ def any_layout(rank: int) -> None:
     for spec in (boxes(6, 9), chunk(0, [2, 1]), chunk(0, [3, 1, 0, 2])):
         weight, plain = sharded(full, spec).requires_grad_(), full.clone().requires_grad_()
         with pytest.raises(RuntimeError, match="reshard it first"):
-            F.linear(x, weight)
+            torch.mm(weight, x.t())
+        check_close(F.linear(x, weight), F.linear(x, plain))
         found = F.linear(x, weight.resharded(chunk(0))).tanh().sum() + (weight**2).sum()
         wanted = F.linear(x, plain).tanh().sum() + (plain**2).sum()
         check_close(found, wanted)

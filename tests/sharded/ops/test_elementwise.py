@@ -33,6 +33,7 @@ from tests.sharded.specs_and_values import (
     specs,
     values,
 )
+from tests.soak import soaking
 
 Op = Callable[..., Any]
 F64 = torch.float64
@@ -74,13 +75,15 @@ ELEMENTWISE: dict[str, Op] = {
 
 def elementwise(rank: int) -> None:
     A, B = values(7, 9), values(7, 9, seed=1)
-    given = specs(7, 9)
-    for name, op in ELEMENTWISE.items():
+    given = [*specs(7, 9).values()]
+    left, right = ([sharded(full, spec) for spec in given] for full in (A, B))
+    for at, (name, op) in enumerate(ELEMENTWISE.items()):
         wanted = op(A, B)
-        for own in given.values():
-            x = sharded(A, own)
-            for other in (own, chunk(1))[: 1 + (own == chunk(0))]:
-                found = op(x, sharded(B, other))
+        for number, (own, x) in enumerate(zip(given, left, strict=True)):
+            if (number - at) % 4 > 1 and not soaking():
+                continue  # two layouts take turns
+            for y in (right[number], right[1])[: 1 + (own == chunk(0))]:
+                found = op(x, y)
                 check_lies_like(found, x)
                 assert found.dtype == wanted.dtype, name
                 check_close(found, wanted)
@@ -152,9 +155,9 @@ def check_works_or_says_why(op: Op, x: ShardedTensor, full: torch.Tensor) -> Non
 
 def mixing(rank: int) -> None:
     # 6 rows and 5 columns leave the last rank with none; 9 are uneven.
-    for rows, columns in ((8, 9), (6, 5)):
+    for number, (rows, columns) in enumerate(((8, 9), (6, 5))):
         full = values(rows, columns)
-        for dim in (0, 1):
+        for dim in (0, 1) if soaking() else (number,):
             x = sharded(full, chunk(dim))
             for op in MIXING.values():
                 check_close(op(x), op(full))

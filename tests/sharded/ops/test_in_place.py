@@ -23,6 +23,7 @@ from tests.sharded.specs_and_values import (
     specs,
     values,
 )
+from tests.soak import soaking
 
 Op = Callable[..., Any]
 F64 = torch.float64
@@ -60,12 +61,16 @@ IN_PLACE: dict[str, Op] = {
 
 def in_place(rank: int) -> None:
     A, B = values(7, 9), values(7, 9, seed=1)
-    for op in IN_PLACE.values():
+    other, given = sharded(B, chunk(1)), specs(7, 9).values()
+    kept = [sharded(A, spec) for spec in given]
+    for at, op in enumerate(IN_PLACE.values()):
         wanted = A.clone()
         op(wanted, B)
-        for spec in specs(7, 9).values():
-            x, before = sharded(A, spec), sharded(A, spec)
-            op(x, sharded(B, chunk(1)))
+        for number, (spec, before) in enumerate(zip(given, kept, strict=True)):
+            if (number - at) % 4 > 1 and not soaking():
+                continue  # two layouts take turns
+            x = sharded(A, spec)
+            op(x, other)
             check_lies_like(x, before)
             check_close(x, wanted)
 

@@ -22,7 +22,7 @@ from reshard.sharded.splits import (
 )
 from tests.soak import cases
 
-EXAMPLES = settings(max_examples=cases(80, 200), derandomize=True, deadline=None)
+EXAMPLES = settings(max_examples=cases(50, 200), derandomize=True, deadline=None)
 PROPERTIES = TensorProperties(torch.float32)
 PLACEMENTS = st.lists(st.integers(0, 5).map("rank:{}/cpu".format), min_size=1, max_size=6)
 SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple)

@@ -32,7 +32,7 @@ def test_one_axis(pool: Pool) -> None:
 
 
 def test_two_axes(pool: Pool) -> None:
-    every = 1 if soaking() else 23
+    every = 1 if soaking() else 37
     told = pool.run(compare_all, (2, 2), every, timeout=110)
     assert told[0] == (16 * 9 * 2 + 3 * 7 * 9) // every
 

@@ -243,7 +243,7 @@ def _copy_one_by_one(
             word = math.gcd(8, start, *steps)
             views.append(_words(tensor, start, steps, [*widths, unit], size, word))
         value = views[0].contiguous().view(have)
-        if have.is_complex and not want.is_complex:
+        if have.is_complex and not (want.is_complex or want is torch.bool):
             value = value.real  # torch would warn that the imaginary part is lost
         views[1].copy_(value.to(want).contiguous().view(views[1].dtype))
 

@@ -208,8 +208,8 @@ class _StridedBlocks:
                 yield target, source
                 continue
             have, want = as_tensor(source, cast[0]), as_tensor(target, cast[1])
-            # Without the second case torch would warn that the imaginary part is lost.
-            yield want, have.real if have.is_complex() and not want.is_complex() else have
+            drops = have.is_complex() and not (want.is_complex() or want.dtype is torch.bool)
+            yield want, have.real if drops else have  # torch would warn of the imaginary part
 
 
 PR_SET_PTRACER = 0x59616D61

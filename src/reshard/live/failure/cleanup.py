@@ -16,7 +16,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
@@ -164,9 +164,11 @@ def _intended_session(ticket: Ticket) -> Session | None:
     """The session of a call that failed before it had one, from its arguments."""
     if not dist.is_initialized():
         return None
-    group = ticket.group or dist.group.WORLD
+    group: Any = ticket.group or dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
-        return None
+        if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+            return None  # the other ranks have a group that this rank is not in
+        group = dist.group.WORLD  # the group of ranks that gave none
     ranks = members = set(dist.get_process_group_ranks(group))
     if ticket.ranks is not None:
         with contextlib.suppress(Exception):  # the arguments may be wrong

@@ -2,5 +2,5 @@
 
 request  the arguments of one call: options and tensors
 bound    its tensors by base number, and where they are
-memory   destinations that overlap are refused, padding is filled, donated sources are freed
+memory   overlaps are refused, padding is filled, donated sources are freed; huge pages
 """

@@ -5,21 +5,13 @@ All errors about tensors are raised before anything moves.
 Each rank announces where its tensors are when plans are compared. If every rank has all of its
 tensors on one GPU, data goes from GPU to GPU where that is possible. Otherwise it goes by way of
 the hosts, that of GPU tensors too.
-
-Large tensors that peers access repeatedly get huge pages. The kernel copies between two processes
-page by page: with pages of 2 MiB instead of 4 KiB a move of 64 MiB takes a third less time
-(``benchmarks/reports/special_cases.md``). They are not requested where the system gives huge pages
-to every process or to none, nor for new memory, where a huge page may take long to get.
 """
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from pathlib import Path
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +20,7 @@ from torch._C import _dynamo
 
 from reshard.errors import TensorError
 from reshard.layout.columns import Ints
+from reshard.live.inputs.memory import are_huge_pages_on_request, collapse
 from reshard.live.program.rounds import HAVE, WANT
 from reshard.planning.plans import Plan
 
@@ -43,12 +36,14 @@ guards: Any = getattr(_dynamo, "guards", None)
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
+_is_nested: Callable[[torch.Tensor], bool] = attrgetter("is_nested")
+
+FREED_BELOW = 1 << 36
+"""The address of a freed tensor is its offset in its storage, which is less than this. Addresses of
+other tensors rarely are."""
 
 MIN_HUGE_BYTES = 4 << 20
 """Smaller tensors are left alone; numpy requests huge pages from the same size on."""
-
-MADV_COLLAPSE = 25
-"""Not in Python's mmap: since Linux 6.1."""
 
 
 class LocalSpec(NamedTuple):
@@ -109,9 +104,9 @@ class Side:
         places = [tensor.data_ptr() for tensor in large]
         self._times = self._times + 1 if places == self._last_large else 0
         self._last_large = places
-        if self._times == 1 and _are_on_request():
+        if self._times == 1 and are_huge_pages_on_request():
             for tensor in large:
-                _collapse(tensor)
+                collapse(tensor)
 
 
 class AcceptedTensors:
@@ -139,11 +134,20 @@ class AcceptedTensors:
         if len(given) != len(self._names):
             return False
         tensors: list[Any] = [*map(given.get, self._names)]
-        if not self._guards.check(*tensors):
+        try:
+            # First: the guards end the process if they get a nested tensor.
+            if any(map(_is_nested, tensors)) or not self._guards.check(*tensors):
+                return False
+        except AttributeError:  # one of them is no tensor
             return False
+        places = [*map(_data_ptr, tensors)]
+        if min(places, default=FREED_BELOW) < FREED_BELOW:
+            low = [one for one, at in zip(tensors, places, strict=True) if at < FREED_BELOW]
+            if any(map(_is_freed, low)):
+                return False
         addresses = bound.addresses
         bound.tensors.update(zip(self._numbers, tensors, strict=True))
-        for number, address in zip(self._numbers, map(_data_ptr, tensors), strict=True):
+        for number, address in zip(self._numbers, places, strict=True):
             addresses[number] = address
         if not self._is_plain:
             bound.strides |= self._strides
@@ -237,6 +241,11 @@ class BoundTensors:
         for side in self._sides:
             side.note_large(self.tensors)
 
+    def note_written(self, first: int) -> None:
+        """Tell autograd that the tensors from this number on change, as in-place operations do."""
+        written = [tensor for number, tensor in self.tensors.items() if number >= first]
+        torch.autograd.graph.increment_version(written)
+
     def copy(self) -> BoundTensors:
         """The same tensors, to which others can be added."""
         found = BoundTensors(self.staging)
@@ -298,6 +307,10 @@ def _problem(tensor: Any, local: LocalSpec) -> str | None:
     """Why a tensor has no memory of its own, or is not what the plan says; None if it is right."""
     if not isinstance(tensor, torch.Tensor):
         return f"is a {type(tensor).__name__}: give a tensor"
+    if type(tensor) not in _PLAIN and torch.nn.parameter.is_lazy(tensor):
+        return f"is an {type(tensor).__name__}, which has no shape yet: run its module once"
+    if tensor.is_nested:
+        return "is a nested tensor, which has no shape: give a dense tensor"
     if tensor.layout is not torch.strided or tensor.is_meta:
         where = f"a {tensor.layout} tensor on {tensor.device}"
         return f"is {where}: give a dense tensor that has memory"
@@ -316,7 +329,17 @@ def _problem(tensor: Any, local: LocalSpec) -> str | None:
             f"is {tensor.dtype}{list(tensor.shape)} and its layout says "
             f"{local.dtype}{list(local.shape)}: give this rank's local tensor"
         )
+    if _is_freed(tensor):
+        return (
+            "has no memory: its storage was freed, as donate=True does; give a tensor that has "
+            "memory"
+        )
     return None
+
+
+def _is_freed(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a tensor with elements was freed."""
+    return tensor.numel() > 0 and not tensor.untyped_storage().nbytes()
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
@@ -357,26 +380,3 @@ def with_index(device: torch.device) -> torch.device:
     if device.type == GPU and device.index is None:
         return torch.device(GPU, torch.cuda.current_device())
     return device
-
-
-def _collapse(tensor: torch.Tensor) -> None:
-    """Move a tensor that is in use to huge pages; its values and its address stay.
-
-    Costs about as much as to copy it. Where memory is short the kernel leaves it as it is.
-    """
-    if tensor.is_cpu and tensor.is_contiguous():
-        page, start = mmap.PAGESIZE, tensor.data_ptr()
-        first, last = -(-start // page) * page, (start + tensor.nbytes) // page * page
-        call = ctypes.CDLL(None).madvise
-        call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        call(first, last - first, MADV_COLLAPSE)
-
-
-@lru_cache(maxsize=1)
-def _are_on_request() -> bool:
-    """Whether this system gives huge pages to processes that request them."""
-    try:
-        setting = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
-    except OSError:
-        return False
-    return "[madvise]" in setting

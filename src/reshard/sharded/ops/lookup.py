@@ -58,7 +58,7 @@ def call_on_inputs(
     differ, rows = lookup.compare_inputs()
     if differ:
         return lookup.on_rows(rows, differ)
-    if func is F.linear or (func is F.embedding and lookup.suits_dtensor):
+    if func is not F.embedding_bag and lookup.suits_dtensor:
         return call(args, kwargs)
     return replicated(lookup.on_rows(rows, differ), weight._content.group)
 
@@ -80,9 +80,11 @@ class _Lookup:
 
     @property
     def suits_dtensor(self) -> bool:
-        """Whether DTensor can look up rows in a weight of this layout."""
-        plain = not any(self.named[name] for name in ("max_norm", "scale_grad_by_freq", "sparse"))
-        return plain and fits_dtensor(self.weight._content)
+        """Whether DTensor can do it with a weight, and a bias, of this layout."""
+        given = map(self.named.get, ("max_norm", "scale_grad_by_freq", "sparse"))
+        both = (self.weight, self.named.get("bias"))
+        contents = (one._content for one in both if isinstance(one, ContentTensor))
+        return not any(given) and all(map(fits_dtensor, contents))
 
     def compare_inputs(self) -> tuple[bool, torch.Tensor]:
         """Whether the inputs of ranks differ, and the rows that any rank needs; all raise, or none.

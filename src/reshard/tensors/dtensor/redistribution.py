@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from reshard.live.api import skip_exchange
 from reshard.live.failure.cleanup import with_ticket
 from reshard.live.session.session import Ticket
 from reshard.planning.plans import ONE
+from reshard.tensors.autograd import gradient_options
 from reshard.tensors.dtensor.boxes import BoxMove, box_move
 from reshard.tensors.dtensor.placements import OPS, Placed, layout_from, mesh_of, positive_dims
 from reshard.tensors.dtensor.reductions import LocalWork, work_for
@@ -251,7 +252,8 @@ def _redistribute_back(
 
     def move(ticket: Ticket) -> Any:
         cast, sent = canonical_dtype(dtype), settings.backward
-        how = redistribution(gradient, target, settings, cast, sent, reading)
+        kept = replace(settings, options=gradient_options(settings.options))
+        how = redistribution(gradient, target, kept, cast, sent, reading)
         return redistribute(ticket, gradient, how)
 
     return with_ticket(settings.group, lambda: mesh_of(target[0]).ranks, move)
