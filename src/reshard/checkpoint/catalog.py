@@ -76,6 +76,11 @@ class StoredTensor:
         """Bytes of the whole tensor, once."""
         return prod(self.shape) * itemsize(self.dtype)
 
+    @property
+    def boxes(self) -> frozenset[Box]:
+        """The boxes of the pieces that are not empty."""
+        return frozenset(piece.box for piece in self.pieces if piece.box.size)
+
     def fingerprint(self) -> bytes:
         """Bytes that are equal for tensors with equal pieces."""
         rows = [(p.file, p.offset, p.box.start, p.box.stop, p.strides) for p in self.pieces]

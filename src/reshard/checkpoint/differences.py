@@ -1,20 +1,23 @@
 """How two checkpoints differ: in names, shapes, dtypes, values, or only in their layouts.
 
 Tensors whose digests differ are read side by side, window by window, to find where they differ and
-by how much. Entries that are not tensors are compared as bytes.
+by how much. Entries that are not tensors, such as a step or a learning rate, are bytes in .distcp,
+plain values in torch.save, and texts in the metadata of safetensors, where reshard writes JSON. Two
+sides of one kind are compared as they are, all others as JSON.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from math import inf
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import inf, isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reshard.checkpoint.catalog import StoredObject, StoredTensor
+from reshard.checkpoint.catalog import Catalog, StoredObject, StoredTensor
+from reshard.checkpoint.formats.checks import shown
 from reshard.checkpoint.integrity.checksums import sum_of
 from reshard.checkpoint.transfer.examination import Problem, StoredReader, digests_of, opened
 from reshard.checkpoint.transfer.windows import (
@@ -30,15 +33,15 @@ from reshard.checkpoint.transfer.windows import (
 from reshard.dtypes import cast_into
 from reshard.errors import DamageError
 from reshard.layout.box import Box
-from reshard.text import Report, count, quoted
+from reshard.text import Report, and_more, count, quoted
 
 if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh
     from reshard.rules import Rules
 
 __all__ = [
-    "DiffReport", "Difference", "TensorDiff", "between", "diff", "difference", "differing_objects",
-    "is_number",
+    "DiffReport", "Difference", "EntryDifference", "TensorDiff", "between", "compare_entries",
+    "diff", "difference", "is_number",
 ]  # fmt: skip
 
 BLOCK = 1 << 16
@@ -164,25 +167,95 @@ def _as_float(array: Array, dtype: str) -> Array:
     return result
 
 
-def differing_objects(left: Source, right: Source) -> Iterator[str]:
-    """Entries that are not tensors and that differ, or that one side lacks.
+@dataclass(frozen=True, slots=True)
+class EntryDifference:
+    """An entry that differs, or that one side lacks."""
 
-    If one side has none, nothing is compared: most formats cannot hold such entries.
+    name: str
+    sides: tuple[str | None, str | None]
+    """The entry on each side, for a message; None where it is absent."""
+
+
+def compare_entries(left: Source, right: Source) -> tuple[list[EntryDifference], tuple[str, ...]]:
+    """Entries that are not tensors and that differ, and a note on those that are not compared.
+
+    One that a side lacks differs only between two sides of one kind which both have entries: other
+    kinds cannot hold every entry.
     """
+    mine, theirs = left.catalog, right.catalog
+    rest = {*mine.left_out, *theirs.left_out}
+    if mine.objects and theirs.objects:
+        found = [*_differing_objects(left, right)]
+    elif mine.values and theirs.values:
+        found = [*_differing_values(mine.values, theirs.values)]
+    else:
+        names = _names(mine), _names(theirs)
+        one, two = (_texts(side, names[0] & names[1]) for side in (left, right))
+        both = one.keys() & two.keys()
+        differ = [name for name in sorted(both) if one[name] != two[name]]
+        found = [EntryDifference(n, (quoted(one[n]), quoted(two[n]))) for n in differ]
+        rest |= (names[0] | names[1]) - both
+    what = and_more([quoted(name) for name in sorted(rest)], 3, "entries")
+    note = f"not compared, as no tensors and not plain values on both sides: {what}"
+    return found, (note,) if rest else ()
+
+
+def _differing_values(
+    mine: Mapping[str, Any], theirs: Mapping[str, Any]
+) -> Iterator[EntryDifference]:
+    """Plain values of two torch.save files that differ."""
+    for name in sorted({*mine, *theirs}):
+        if name not in mine or name not in theirs or not _same(mine[name], theirs[name]):
+            one, two = (shown(side[name]) if name in side else None for side in (mine, theirs))
+            yield EntryDifference(name, (one, two))
+
+
+def _names(catalog: Catalog) -> set[str]:
+    """The names of all entries that are not tensors."""
+    metadata = catalog.metadata.keys() - {"format"}  # which says who wrote a safetensors file
+    return {*catalog.objects, *catalog.values, *metadata}
+
+
+def _texts(side: Source, names: set[str]) -> Mapping[str, str]:
+    """The entries of these names that JSON can represent."""
+    catalog = side.catalog
+    objects = {name: one for name, one in catalog.objects.items() if name in names}
+    texts = {name: text for name, text in catalog.metadata.items() if name in names}
+    if objects:
+        from reshard.checkpoint.formats.torch.tensors import object_texts
+
+        texts |= object_texts(side.storage, replace(catalog, objects=objects))
+    return texts
+
+
+def _differing_objects(left: Source, right: Source) -> Iterator[EntryDifference]:
+    """Entries of two .distcp folders that differ in a byte."""
     mine, theirs = left.catalog.objects, right.catalog.objects
-    for name in sorted({*mine, *theirs}) if mine and theirs else ():
+    for name in sorted({*mine, *theirs}):
         one, two = mine.get(name), theirs.get(name)
-        if (
-            one is None
-            or two is None
-            or one.size != two.size
-            or _object_sum(left, one) != _object_sum(right, two)
-        ):
-            yield name
+        if one is None or two is None or _object_sum(left, one) != _object_sum(right, two):
+            sizes = [None if entry is None else f"{entry.size} bytes" for entry in (one, two)]
+            yield EntryDifference(name, (sizes[0], sizes[1]))
 
 
-def _object_sum(side: Source, entry: StoredObject) -> bytes:
-    return sum_of(side.storage, side.name(entry.file), entry.offset, entry.offset + entry.size)
+def _object_sum(side: Source, entry: StoredObject) -> tuple[int, bytes]:
+    end = entry.offset + entry.size
+    return entry.size, sum_of(side.storage, side.name(entry.file), entry.offset, end)
+
+
+def _same(one: Any, two: Any) -> bool:
+    """Whether two plain values are equal, types included; all NaNs are equal.
+
+    >>> _same([1, float("nan")], [1, float("nan")]), _same(1, True), _same((1,), [1])
+    (True, False, False)
+    """
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, list | tuple):
+        return len(one) == len(two) and all(map(_same, one, two))
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(_same(one[key], two[key]) for key in one)
+    return bool(one == two) or (isinstance(one, float) and isnan(one) and isnan(two))
 
 
 FORMAT = 1
@@ -240,10 +313,12 @@ class DiffReport(Report):
     """Those of them with different layouts."""
     objects: tuple[str, ...]
     """Entries that are not tensors and that differ, or that one side lacks."""
+    notes: tuple[str, ...] = ()
+    """Remarks, one line each, such as entries that were not compared."""
 
     @property
     def equal(self) -> bool:
-        """Whether both hold the same tensors, in any layout."""
+        """Whether both hold the same tensors, in any layout, and no other entry differs."""
         return not (self.only[0] or self.only[1] or self.changed or self.objects)
 
     @property
@@ -273,6 +348,7 @@ class DiffReport(Report):
             yield f"same values, same layouts ({count(self.num_equal, 'tensor')})"
         else:
             yield f"not the same; {self.num_equal} tensors are equal"
+        yield from self.notes
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data."""
@@ -321,6 +397,7 @@ def diff(
         digests = [_digests(side, comparable, budget, meter) for side in (left, right)]
         equal = {name for name in comparable if digests[0][name] == digests[1][name]}
         differ = [name for name in both if name not in equal]
+        entries, notes = compare_entries(left, right)
         return DiffReport(
             checkpoints=(left.storage.root, right.storage.root),
             formats=(left.catalog.format, right.catalog.format),
@@ -331,17 +408,14 @@ def diff(
             ),
             changed=tuple(_compared(left, right, name, budget) for name in differ),
             num_equal=len(equal),
-            num_recut=sum(_boxes(mine[name]) != _boxes(theirs[name]) for name in equal),
-            objects=tuple(differing_objects(left, right)),
+            num_recut=sum(mine[name].boxes != theirs[name].boxes for name in equal),
+            objects=tuple(entry.name for entry in entries),
+            notes=notes,
         )
 
 
 def _alike(one: StoredTensor, two: StoredTensor) -> bool:
     return (one.shape, one.dtype) == (two.shape, two.dtype)
-
-
-def _boxes(tensor: StoredTensor) -> frozenset[Box]:
-    return frozenset(piece.box for piece in tensor.pieces if piece.box.size)
 
 
 def _digests(side: Source, names: list[str], budget: Budget, meter: Meter) -> dict[str, str]:

@@ -3,8 +3,8 @@
 One checkpoint is compared with its checksums, every byte of every file, and with its digests, every
 tensor; no element may be missing, and replicas must be equal. Two checkpoints are compared by
 digests, which are computed from the bytes of both and not taken from their checksums. Tensors whose
-digests differ are then read side by side, to find the place. Entries that are not tensors are
-compared byte by byte, if both have any.
+digests differ are then read side by side, to find the place. Of entries that are not tensors those
+are compared that both have; a note names the others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from reshard.checkpoint.catalog import Catalog, StoredTensor
 from reshard.checkpoint.conversion.build import wrong_sizes
 from reshard.checkpoint.conversion.names import left_over, rename_tensors
-from reshard.checkpoint.differences import difference, differing_objects
+from reshard.checkpoint.differences import EntryDifference, compare_entries, difference
 from reshard.checkpoint.formats.checks import Findings
 from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, survey_catalog
 from reshard.checkpoint.integrity.checksums import (
@@ -372,19 +372,25 @@ def _differences(left: _Side, right: _Side, budget: Budget) -> Iterator[Problem]
         if name in theirs:
             yield from _difference(left, right, tensor, theirs[name], budget)
     if left.is_known and right.is_known:
-        for name in differing_objects(left.source, right.source):
-            yield _object(left, right, name)
+        try:
+            entries, notes = compare_entries(left.source, right.source)
+        except CheckpointError as error:
+            yield Problem("unreadable", str(error))
+            return
+        left.notes += notes
+        for entry in entries:
+            yield _entry(left, right, entry)
 
 
-def _object(left: _Side, right: _Side, name: str) -> Problem:
+def _entry(left: _Side, right: _Side, entry: EntryDifference) -> Problem:
     """An entry that is not a tensor and differs, or that one side lacks."""
-    for here, there in ((left, right), (right, left)):
-        if name not in there.source.catalog.objects:
-            where = f"is in {here.root} and not in {there.root}"
-            return Problem("object", f"entry {quoted(name)} {where}")
-    sizes = [side.source.catalog.objects[name].size for side in (left, right)]
-    where = f"{sizes[0]} bytes in {left.root}, {sizes[1]} in {right.root}"
-    return Problem("object", f"entry {quoted(name)}, which is no tensor, differs: {where}")
+    one, two = entry.sides
+    if one is None or two is None:
+        here, there = (left, right) if two is None else (right, left)
+        where = f"is in {here.root} and not in {there.root}"
+        return Problem("object", f"entry {quoted(entry.name)} {where}")
+    where = f"{one} in {left.root}, {two} in {right.root}"
+    return Problem("object", f"entry {quoted(entry.name)}, which is no tensor, differs: {where}")
 
 
 def _difference(

@@ -253,6 +253,25 @@ def test_axes_are_checked_where_rank_files_are_read(tmp_path: Path) -> None:
     assert run(["verify", out, *given, "--replicate", "tp2", "--quiet"]) == 2
 
 
+@pytest.mark.parametrize("wanted", [[], ["--mesh", "dp=2 tp=2"], ["--mesh", "tp=2"]])
+def test_replicas_in_rank_files_are_converted(tmp_path: Path, wanted: list[str]) -> None:
+    ranks = tmp_path / "ranks"
+    ranks.mkdir()
+    halves = np.arange(16, dtype=np.float32).reshape(2, 2, 4)
+    for rank in range(4):
+        save_file({"w": halves[rank % 2]}, ranks / f"model-rank-{rank}-part-0.safetensors")
+    rules = str(tmp_path / "rules.toml")
+    Path(rules).write_text('axes = ["tp", "dp"]\n[tensors]\n"w" = "tp -"\n')
+    given = ["--from-rules", rules, "--from-mesh", "dp=2 tp=2", "--quiet"]
+    words = ["convert", str(ranks), str(tmp_path / "out"), *given]
+    words += [*wanted, "--rules", rules] if wanted else []
+    assert run(words) == 2
+    assert run([*words, "--replicate", "tp2"]) == 2
+    assert run([*words, "--replicate", "dp"]) == 0
+    known = Rules.load(rules, replicate="dp")
+    assert checkpoint.verify(ranks, tmp_path / "out", rules=known, mesh="dp=2 tp=2")
+
+
 def test_fsdp_and_replicas_on_the_command_line(tmp_path: Path) -> None:
     config = write_model(tmp_path / "src", "llama")
     mesh = ["--mesh", "dp=2 cp=2 tp=2", "--fsdp", "dp", "--replicate", "cp"]

@@ -189,7 +189,7 @@ HOSTILE: dict[str, tuple[Callable[[], dict[str, bytes]], str]] = {
     ),
     "a defaultdict at many places": (
         lambda: pt(b"ccollections\ndefaultdict\n)R" + MARK + b"".join(
-            text(b"%d" % i) + b"N" for i in range(20_000)) + b"u"
+            text(b"%d" % i) + b"N" for i in range(5_000)) + b"u"
                    + put(0) + MARK + get(0) * 4_000 + LIST),
         "nests more than 32 deep or",
     ),

@@ -113,6 +113,15 @@ def test_what_cannot_be_carried_is_listed(tmp_path: Path) -> None:
     assert checkpoint.convert(tmp_path / "b", tmp_path / "full").left_out == ("x",)
 
 
+def test_values_with_names_that_safetensors_files_reserve_are_listed(tmp_path: Path) -> None:
+    taken = {"reshard": 3, "DCP_SHARDING_INFO": "x", "DCP_VERSION": 2, "format": "mine"}
+    torch.save({"w": torch.ones(2), "step": 4, **taken}, tmp_path / "a.pt")
+    report = checkpoint.convert(tmp_path / "a.pt", tmp_path / "out")
+    assert set(report.left_out) == taken.keys()
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "step": "4"}
+
+
 def test_values_of_ranks_are_kept(tmp_path: Path) -> None:
     source = tmp_path / "src"
     source.mkdir()

@@ -64,7 +64,7 @@ def write_ranks(folder: Path, held: Mapping[int, np.ndarray], as_torch: bool = F
             save_file({"model.w": tensor}, folder / f"model-rank-{rank}-part-0.safetensors")
 
 
-@settings(max_examples=cases(50, 4000), deadline=None)
+@settings(max_examples=cases(30, 4000), deadline=None)
 @given(strategies.sides())
 def test_any_layout_is_put_together_again(
     tmp_path_factory: pytest.TempPathFactory, drawn: tuple[Side, tuple[int, ...]]
@@ -89,7 +89,7 @@ def test_any_layout_is_put_together_again(
     assert found == {"model.w": bytes_of(full)}
 
 
-@settings(max_examples=cases(60, 2000), deadline=None)
+@settings(max_examples=cases(35, 2000), deadline=None)
 @given(strategies.sides())
 def test_our_own_files_need_no_rules(
     tmp_path_factory: pytest.TempPathFactory, drawn: tuple[Side, tuple[int, ...]]

@@ -52,7 +52,7 @@ def values(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
 
 
-@settings(max_examples=cases(60, 2000), deadline=None)
+@settings(max_examples=cases(35, 2000), deadline=None)
 @given(TENSORS, METADATA)
 def test_a_header_that_we_build_is_read_by_the_library(
     tmp_path_factory: pytest.TempPathFactory,
@@ -74,7 +74,7 @@ def test_a_header_that_we_build_is_read_by_the_library(
             assert bytes_of(tensor) == content[at : at + tensor.nbytes]
 
 
-@settings(max_examples=cases(60, 2000), deadline=None)
+@settings(max_examples=cases(35, 2000), deadline=None)
 @given(TENSORS, METADATA)
 def test_a_header_of_the_library_is_read_by_us(
     tensors: dict[str, tuple[str, tuple[int, ...]]], metadata: dict[str, str]

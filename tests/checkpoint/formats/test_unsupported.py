@@ -14,7 +14,7 @@ import shutil
 import tarfile
 import warnings
 import zipfile
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -229,6 +229,36 @@ def test_whole_weights_beside_zero_are_read(tmp_path: Path) -> None:
     assert [tensor.name for tensor in checkpoint.inspect(tmp_path / "run").tensors] == ["w"]
 
 
+@pytest.mark.parametrize("below", ["old/model.pt", "old/model.safetensors", "mp_rank_00/a.pt"])
+def test_files_in_subfolders_count_only_if_the_folder_has_no_tensors(
+    tmp_path: Path, below: str
+) -> None:
+    other = tmp_path / below
+    other.parent.mkdir()
+    (save_file if below.endswith(".safetensors") else torch.save)({"v": torch.ones(2)}, other)
+    torch.save({"step": 3}, tmp_path / "args.pt")
+    if below.endswith(".safetensors"):
+        with pytest.raises(CheckpointError, match='in the folder "old": name one folder'):
+            checkpoint.verify(tmp_path)
+    else:
+        assert [tensor.name for tensor in checkpoint.inspect(tmp_path).tensors] == ["v"]
+    torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
+    assert [tensor.name for tensor in checkpoint.inspect(tmp_path).tensors] == ["w"]
+
+
+def test_an_index_of_torch_files_that_names_absent_files_and_tensors_is_damage(
+    tmp_path: Path,
+) -> None:
+    part, index = "pytorch_model-00001-of-00001.bin", tmp_path / "pytorch_model.bin.index.json"
+    torch.save({"w": torch.ones(2)}, tmp_path / part)
+    index.write_text(json.dumps({"weight_map": {"w": part}}))
+    assert checkpoint.verify(tmp_path)
+    index.write_text(json.dumps({"weight_map": {"w": part, "lost": part, "v": "gone.bin"}}))
+    first, second = checkpoint.inspect(tmp_path).damage
+    assert "gone.bin is missing" in first
+    assert f'puts tensor "lost" into {part}' in second
+
+
 @pytest.mark.parametrize("name", ["last.ckpt", "model.pth.tar", "weights", "state.safe"])
 def test_files_are_known_by_their_content(tmp_path: Path, name: str) -> None:
     """Also a folder in which no other file has a usual name."""
@@ -248,6 +278,17 @@ def test_other_files_are_still_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is no checkpoint"):
         checkpoint.inspect(tmp_path)
     assert run(["inspect", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize("value", [defaultdict(int, a=1), range(3), str, int])
+def test_names_of_python_2_that_torch_save_writes_are_read(tmp_path: Path, value: Any) -> None:
+    """Protocol 2, the default of torch.save, calls int, range and str long, xrange and unicode."""
+    torch.save({"w": torch.ones(2), "x": value}, tmp_path / "model.pt")
+    report = checkpoint.inspect(tmp_path / "model.pt")
+    assert report.ok
+    is_read = isinstance(value, dict)
+    assert report.metadata == ({"x.a": "1"} if is_read else {})
+    assert ('"x" is no tensor' in str(report.notes)) != is_read
 
 
 def test_values_of_the_standard_library_are_left_out_and_listed(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def grids(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
     return tuple(dim[-1] for dim in edges), draw(st.permutations(boxes * copies))
 
 
-@settings(max_examples=cases(200, 5000), deadline=None)
+@settings(max_examples=cases(120, 5000), deadline=None)
 @given(grids())
 def test_a_recovered_layout_has_these_boxes(drawn: tuple[tuple[int, ...], list[Box]]) -> None:
     shape, boxes = drawn

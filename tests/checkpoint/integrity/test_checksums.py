@@ -45,7 +45,7 @@ def recorded(data: bytes, parts: list[tuple[int, int]]) -> Checksums:
     return Checksums(file_sums([StoredFile("f", len(data))], sums), {"w": "00ff"})
 
 
-@settings(max_examples=cases(60, 2000), deadline=None)
+@settings(max_examples=cases(35, 2000), deadline=None)
 @given(st.data())
 def test_any_reads_of_any_writes_find_a_flipped_bit(data: st.DataObject) -> None:
     checks = recorded(DATA, data.draw(ranges(len(DATA))))
@@ -176,7 +176,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=cases(100, 10_000), deadline=None)
+@settings(max_examples=cases(60, 10_000), deadline=None)
 @given(
     st.fixed_dictionaries(
         {"reshard-checksums": st.just(1) | json_values},

@@ -58,7 +58,7 @@ def boxes_of(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
     return draw(st.permutations(boxes))
 
 
-@settings(max_examples=cases(60, 2000), deadline=None)
+@settings(max_examples=cases(35, 2000), deadline=None)
 @given(tensors())
 def test_is_what_the_page_says(case: tuple[np.ndarray, str]) -> None:
     array, dtype = case
@@ -67,7 +67,7 @@ def test_is_what_the_page_says(case: tuple[np.ndarray, str]) -> None:
     assert digest.part(array.tobytes(), Box.whole(array.shape), array.shape, dtype) == want
 
 
-@settings(max_examples=cases(100, 4000), deadline=None)
+@settings(max_examples=cases(60, 4000), deadline=None)
 @given(st.data())
 def test_any_cut_gives_the_same(data: st.DataObject) -> None:
     array, dtype = data.draw(tensors())
@@ -77,7 +77,7 @@ def test_any_cut_gives_the_same(data: st.DataObject) -> None:
         assert digest.combine(parts) == value(array, dtype)
 
 
-@settings(max_examples=cases(30, 500), deadline=None)
+@settings(max_examples=cases(20, 500), deadline=None)
 @given(st.data())
 def test_any_strides_give_the_same(data: st.DataObject) -> None:
     """A box may be a view of something else: of every other row, of a transposed tensor."""
@@ -90,7 +90,7 @@ def test_any_strides_give_the_same(data: st.DataObject) -> None:
     assert value(view, dtype) == value(array, dtype)
 
 
-@settings(max_examples=cases(60, 2000), deadline=None)
+@settings(max_examples=cases(35, 2000), deadline=None)
 @given(st.data())
 def test_any_flipped_bit_is_found(data: st.DataObject) -> None:
     array, dtype = data.draw(tensors().filter(lambda case: case[0].size > 0))
@@ -102,7 +102,7 @@ def test_any_flipped_bit_is_found(data: st.DataObject) -> None:
     assert (changed - value(array, dtype)) % MODULUS
 
 
-@settings(max_examples=cases(60, 2000), deadline=None)
+@settings(max_examples=cases(35, 2000), deadline=None)
 @given(st.integers(0, 400), st.binary(min_size=1, max_size=12), st.binary(min_size=12, max_size=12))
 def test_any_change_of_twelve_neighbouring_bytes_is_found(at: int, old: bytes, new: bytes) -> None:
     """The difference is a number below the modulus, times a power of 256."""
@@ -114,7 +114,7 @@ def test_any_change_of_twelve_neighbouring_bytes_is_found(at: int, old: bytes, n
     assert (values[0] == values[1]) == (old == new)
 
 
-@settings(max_examples=cases(60, 1000), deadline=None)
+@settings(max_examples=cases(35, 1000), deadline=None)
 @given(st.data())
 def test_any_swap_is_found(data: st.DataObject) -> None:
     array, dtype = data.draw(tensors().filter(lambda case: case[0].size > 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import warnings
@@ -65,7 +66,7 @@ from tests.strategies import drawn_by
 State = dict[str, Any]
 
 
-@settings(max_examples=cases(40, 3000), deadline=None)
+@settings(max_examples=cases(25, 3000), deadline=None)
 @given(drawn_by(lambda rng: rng))
 def test_every_byte_is_read_once_and_by_ranks_evenly(rng: Random) -> None:
     num_ranks, size = rng.randint(1, 6), rng.choice((1, 2, 4))
@@ -475,7 +476,9 @@ def test_a_save_that_fails_publishes_nothing(pool: Pool, tmp_path: Path) -> None
         return torch.equal(into["a"], numbers()) and [*tmp_path.iterdir()] == [path]
 
     assert "exists" in outcome()
-    assert "on rank 1: [Errno 28]" in outcome(fails=True, overwrite=True)
+    told = outcome(fails=True, overwrite=True)
+    assert told.startswith("TargetError: on rank 1: [Errno 28]")
+    assert f"saving to {path} failed" in told
     assert "no format" in outcome(format="full")
     assert kept()
     assert outcome(overwrite=True) == "saved"
@@ -556,6 +559,18 @@ def test_what_is_refused(tmp_path: Path) -> None:
         checkpoint.save({"f": lambda: 0}, tmp_path / "b", format="distcp")
     assert (into["a"] == 0).all()
     assert not (tmp_path / "b").exists()
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    for method in ("allocate", "write", "sync_folders"):
+        failing = patch.object(OutputFiles, method, side_effect=full)
+        with (
+            failing,
+            pytest.raises(TargetError, match=r"No space left on device: .* is there room"),
+        ):
+            checkpoint.save({"a": torch.ones(3)}, tmp_path / "a")
+        assert not [*tmp_path.iterdir()]
 
 
 def test_a_save_that_was_killed_is_forgotten(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Replicas that differ are found by load and verify, whichever rank reads them."""
+"""Replicas that differ are found by load, save and verify, whichever rank has them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, zeros
 from reshard import checkpoint
 from reshard.checkpoint.integrity.checksums import SIDECAR
 from reshard.checkpoint.live import shared_reads
-from reshard.errors import DamageError
+from reshard.errors import DamageError, DisagreementError
 from reshard.layout.box import Box
 from tests.checkpoint.live.test_load_save import bytes_read, mesh_of
 from tests.checkpoint.making import header, write_sharded
@@ -119,6 +119,37 @@ def test_ranks_share_the_comparing_and_raise_alike(pool: Pool, tmp_path: Path) -
     told = pool.run(load_rows, str(tmp_path / "bad"), ranks=range(2))
     assert told[0][1] == told[1][1]
     assert "[50:51, 3:4]" in told[0][1]
+
+
+def save_copies(rank: int, folder: str, dtype: torch.dtype, numel: int, at: int) -> str:
+    """Save a plain tensor of which the last rank may have one other element."""
+    state = {"small": torch.ones(3), "z": torch.zeros(numel, 1, 2, dtype=dtype)[..., 0]}
+    state[f"own.{rank}"] = torch.full((3,), float(rank))
+    if rank == 1 and at >= 0:
+        state["z"][at] = 1
+    try:
+        group = pool_group(2)
+        checkpoint.save(state, folder, group=group, format="distcp", overwrite=True)
+    except DisagreementError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex128])
+def test_plain_tensors_that_differ_are_not_saved(
+    pool: Pool, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """Small ones are compared as a whole, large ones in evenly spaced elements."""
+    large = (4 << 20) // dtype.itemsize + 1
+    for numel, at in ((1, 0), (1000, 577), (large, 0), (large, large - 1)):
+        told = pool.run(save_copies, str(tmp_path / "a"), dtype, numel, at, ranks=range(2))
+        assert told[0] == told[1]
+        assert '"z" is a plain tensor that differs between ranks 0 and 1: broadcast' in told[0]
+        assert not [*tmp_path.iterdir()]
+    for numel in (0, 1, large):
+        told = pool.run(save_copies, str(tmp_path / "a"), dtype, numel, -1, ranks=range(2))
+        assert told == ["", ""]
+    assert checkpoint.inspect(tmp_path / "a").num_tensors == 4
 
 
 def save(folder: Path, **entries: object) -> Path:

@@ -51,7 +51,7 @@ def test_whole_blocks_are_all_there_are(offset: int, length: int) -> None:
     assert not whole or ((offset + low) % BLOCK, (offset + high) % BLOCK) == (0, 0)
 
 
-@settings(max_examples=cases(40, 500), deadline=None)
+@settings(max_examples=cases(25, 500), deadline=None)
 @given(
     ends=st.lists(st.integers(1, SIZE - 1), max_size=6, unique=True),
     shift=st.one_of(st.none(), st.integers(0, BLOCK - 1)),

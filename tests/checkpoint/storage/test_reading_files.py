@@ -35,6 +35,30 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_a_file_that_is_deleted_while_its_folder_is_listed_is_left_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scan = os.scandir
+
+    def slow(path: Path) -> list[os.DirEntry[str]]:
+        entries = list(scan(path))
+        (folder / "a.bin").unlink(missing_ok=True)
+        return entries
+
+    monkeypatch.setattr(storage.os, "scandir", slow)
+    (folder / "loop").symlink_to("loop")
+    with open_storage(folder) as store:
+        assert [file.path for file in store.list()] == [
+            ".metadata", "deep/b.bin", "deep/er/c.bin"
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 300, "a.bin/b"])
+def test_a_path_that_cannot_exist_is_an_error(folder: Path, name: str) -> None:
+    with pytest.raises(CheckpointError, match=r"does not exist|File name too long"):
+        open_storage(folder / name)
+
+
 def test_all_regular_files_but_our_own(folder: Path) -> None:
     with open_storage(folder) as store:
         found = store.list()

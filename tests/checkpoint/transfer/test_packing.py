@@ -67,7 +67,7 @@ def put(data: st.DataObject, array: np.ndarray[Any, Any], files: Files) -> list[
     return pieces
 
 
-@settings(max_examples=cases(60, 3000), deadline=None)
+@settings(max_examples=cases(35, 3000), deadline=None)
 @given(st.data())
 def test_a_pack_holds_its_tensors_one_after_the_other(data: st.DataObject) -> None:
     files, arrays, tensors = Files(2), [], []
@@ -88,7 +88,7 @@ def test_a_pack_holds_its_tensors_one_after_the_other(data: st.DataObject) -> No
             assert bytes(pack.bytes_of(number, box)) == cut(array, box).tobytes()
 
 
-@settings(max_examples=cases(100, 5000), deadline=None)
+@settings(max_examples=cases(60, 5000), deadline=None)
 @given(st.data())
 def test_what_is_seen_to_be_whole_is_whole(data: st.DataObject) -> None:
     shape = data.draw(SHAPES)

@@ -55,7 +55,7 @@ def stored(
             yield Source(storage, catalog, sums, Checker(sums, folder)), tensor
 
 
-@settings(max_examples=cases(60, 2000), deadline=None)
+@settings(max_examples=cases(35, 2000), deadline=None)
 @given(st.data())
 def test_boxes_are_read_right(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(sorted(ITEMSIZE)))
@@ -76,7 +76,7 @@ def test_boxes_are_read_right(data: st.DataObject) -> None:
         source.checker.finish(source.storage)
 
 
-@settings(max_examples=cases(30, 1000), deadline=None)
+@settings(max_examples=cases(20, 1000), deadline=None)
 @given(st.data())
 def test_the_digest_does_not_depend_on_how_it_is_stored(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(["float32", "bfloat16", "bool", "complex128"]))
@@ -96,7 +96,7 @@ def test_the_digest_does_not_depend_on_how_it_is_stored(data: st.DataObject) -> 
     assert len(found) == 1
 
 
-@settings(max_examples=cases(40, 1000), deadline=None)
+@settings(max_examples=cases(25, 1000), deadline=None)
 @given(st.data())
 def test_replicas_that_disagree_are_told(data: st.DataObject) -> None:
     shape = data.draw(st.sampled_from([(), (7,), (6, 5), (4, 3, 5)]))

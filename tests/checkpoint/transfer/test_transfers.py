@@ -55,7 +55,7 @@ def counted(located: PieceTable, shape: tuple[int, ...]) -> np.ndarray:
     return count
 
 
-@settings(max_examples=cases(60, 5000), deadline=None)
+@settings(max_examples=cases(35, 5000), deadline=None)
 @given(st.data())
 def test_windows_read_and_write_every_element_once(data: st.DataObject) -> None:
     shape = data.draw(SHAPES)
@@ -72,7 +72,7 @@ def test_windows_read_and_write_every_element_once(data: st.DataObject) -> None:
     assert (seen[1] == 1).all()
 
 
-@settings(max_examples=cases(150, 5000), deadline=None)
+@settings(max_examples=cases(90, 5000), deadline=None)
 @given(st.data())
 def test_replicas_are_what_is_left(data: st.DataObject) -> None:
     shape = data.draw(SHAPES)
@@ -83,7 +83,7 @@ def test_replicas_are_what_is_left(data: st.DataObject) -> None:
     assert (counted(chosen, shape) + counted(replicas, shape) == total).all()
 
 
-@settings(max_examples=cases(150, 5000), deadline=None)
+@settings(max_examples=cases(90, 5000), deadline=None)
 @given(st.data())
 def test_groups_hold_all_bytes_and_writes_touch_no_others(data: st.DataObject) -> None:
     """Boxes of one row-major file: any of them, as reads and as writes."""

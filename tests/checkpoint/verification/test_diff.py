@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.checkpoint import diff
+from reshard.checkpoint import convert, diff, verify
 from reshard.checkpoint.differences import between
 from reshard.cli import run
 from reshard.errors import CheckpointError, DamageError
@@ -77,7 +77,7 @@ def test_names_shapes_dtypes_and_values(tmp_path: Path) -> None:
     assert data["changed"][0]["places"][0]["file"].endswith(".safetensors")
 
 
-@settings(max_examples=cases(25, 500), deadline=None)
+@settings(max_examples=cases(15, 500), deadline=None)
 @given(st.data())
 def test_counts_and_places_are_those_of_numpy(data: st.DataObject) -> None:
     """Whatever the two cuts, and with windows of a few elements."""
@@ -186,6 +186,39 @@ def test_entries_that_are_no_tensors(tmp_path: Path) -> None:
     report = diff(tmp_path / "a", tmp_path / "b")
     assert report.objects == ("step",)
     assert not report.equal
+
+
+@pytest.mark.parametrize("kinds", [("pt", "pt"), ("pt", "distcp"), ("full", "full")])
+def test_plain_values_are_compared(tmp_path: Path, kinds: tuple[str, str]) -> None:
+    torch = pytest.importorskip("torch")
+    for name, step in (("a", 7), ("b", 8)):
+        file = tmp_path / f"{name}.pt"
+        torch.save({"w": torch.ones(2), "step": step, "lr": (0.1, float("nan")), "raw": b"x"}, file)
+        for kind in {*kinds} - {"pt"}:
+            convert(file, tmp_path / f"{name}.{kind}", format=kind)
+    one, two = kinds
+    a, b, c = (tmp_path / name for name in (f"a.{one}", f"a.{two}", f"b.{two}"))
+    assert diff(a, b).equal
+    assert verify(a, b)
+    assert ("raw" in str(diff(a, b).notes)) == (one != two)
+    assert diff(a, c).objects == ("step",)
+    [problem] = verify(a, c).problems
+    assert problem.kind == "object"
+    assert "7 in" in problem.message.replace(chr(34), "")
+
+
+def test_a_note_names_entries_that_one_kind_cannot_hold(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    torch.save({"w": torch.ones(2), "raw": b"x"}, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "b")
+    for report in (
+        diff(tmp_path / "a.pt", tmp_path / "b"),
+        verify(tmp_path / "a.pt", tmp_path / "b"),
+    ):
+        assert report.notes == (
+            'not compared, as no tensors and not plain values on both sides: "raw"',
+        )
+        assert "not compared" in str(report)
 
 
 MEASURE = """

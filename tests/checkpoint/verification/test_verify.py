@@ -124,7 +124,7 @@ def test_the_right_tensor_is_named_where_a_chunk_holds_several(tmp_path: Path) -
     assert problem.tensor == "b"
 
 
-@settings(max_examples=cases(25, 500), deadline=None)
+@settings(max_examples=cases(15, 500), deadline=None)
 @given(st.data())
 def test_any_two_cuts_are_equal_and_one_flipped_bit_is_not(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(sorted(CODES)))

@@ -21,6 +21,7 @@ from reshard.checkpoint.conversion.names import left_over, outlines_of, sources_
 from reshard.checkpoint.conversion.request import LayoutRequest, Request, notes_of, wanted_of
 from reshard.checkpoint.formats.checks import is_distcp
 from reshard.checkpoint.formats.reader import config_of
+from reshard.checkpoint.formats.safetensors.header import RESERVED
 from reshard.checkpoint.formats.safetensors.writer import full, ranks, sharded
 from reshard.checkpoint.integrity.checksums import SIDECAR
 from reshard.checkpoint.output import Output, Wanted
@@ -180,7 +181,10 @@ def _output(
         from reshard.checkpoint.formats.torch.tensors import object_texts
 
         texts = object_texts(storage, catalog)
+    values = (*catalog.objects, *catalog.values)
     metadata = {**catalog.metadata, **texts}
+    for name in {*RESERVED, "format"}.intersection(values):
+        metadata.pop(name, None)
     match format:
         case "full":
             files, others = ([file.path for file in n] for n in (catalog.files, catalog.others))
@@ -191,7 +195,7 @@ def _output(
             output = sharded(wanted, metadata, next(meshes, None))
         case _:
             output = ranks(wanted, metadata)
-    lost = [name for name in (*catalog.objects, *catalog.values) if name not in metadata]
+    lost = [name for name in values if name not in metadata]
     return replace(output, left_out=(*lost, *catalog.extras))
 
 

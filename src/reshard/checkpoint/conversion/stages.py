@@ -163,7 +163,8 @@ def convert(
     dim 0, ``replicate`` axes along which the rules shard nothing. ``dtype`` is for all
     floating-point parameters, or ``{pattern: dtype}``. ``names`` (by default the rules' own)
     renames, joins, stacks or takes tensors, and ``drop`` leaves tensors out that no name takes.
-    ``source_mesh`` and ``source_rules`` describe rank files that do not record their layout.
+    ``source_mesh`` and ``source_rules`` describe rank files that do not record their layout; if
+    these hold replicas, give ``Rules.load(..., replicate=axes)``.
     """
     request = Request(**locals())
     wanted = LayoutRequest.of(request)

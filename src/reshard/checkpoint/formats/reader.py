@@ -7,6 +7,8 @@ model-rank-3-part-0.safetensors, ...    tensors of one rank, sharded as rules sa
 *.pt *.pth *.bin *.ckpt                 torch.save: whole tensors, or tensors of one rank with rules
 any other name                          one of the two above, recognised by its first bytes
 
+Files in subfolders count only if none directly in the folder holds tensors.
+
 >>> kind_of(b"PK\\3\\4" + bytes(22) + b"\\x10\\0\\0\\0archive/data.pkl", 1000)
 'torch'
 >>> kind_of(b"\\x40\\0\\0\\0\\0\\0\\0\\0{", 1000)
@@ -172,6 +174,7 @@ def as_rules(
 HEAD = 64
 MAX_OPENED = 256
 """Files of a folder whose first bytes are read where no name shows the format."""
+TORCH_INDEX = "pytorch_model.bin.index.json"
 LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 """The first bytes of torch.save files before torch 1.6."""
 
@@ -225,7 +228,11 @@ def _read(kind: str, files: Sequence[StoredFile], reading: Reading) -> Catalog:
     if kind == "torch":
         from reshard.checkpoint.formats.torch.state_dict import read_torch
 
-        return read_torch(reading, files)
+        catalog = read_torch(reading, files)
+        _check_torch_index(reading, catalog)
+        files = [file for file in reading.listed if file.path.endswith(".safetensors")]
+        if catalog.tensors or reading.findings.any or not files:
+            return catalog
     catalog = _read_safetensors(reading, files)
     if mesh is not None and catalog.format == "safetensors":
         raise CheckpointError(f"{catalog.root} holds whole tensors: leave out mesh {mesh}")
@@ -238,6 +245,27 @@ def _read(kind: str, files: Sequence[StoredFile], reading: Reading) -> Catalog:
                 "leave it out"
             )
     return catalog
+
+
+def _check_torch_index(reading: Reading, catalog: Catalog) -> None:
+    """Note files and tensors that the index of a folder of torch.save files names and that are
+    absent."""
+    index = next((file for file in reading.listed if file.path == TORCH_INDEX), None)
+    if index is None or not catalog.tensors or reading.findings.any:
+        return
+    from reshard.checkpoint.formats.safetensors.reader import index_files
+
+    present, read = ({file.path for file in files} for files in (reading.listed, catalog.files))
+    where = reading.storage.where
+    mapped = index_files(reading.storage, index)
+    for path in sorted({*mapped.values()} - present):
+        reading.findings.found(f"{where(path)} is missing: {where(index.path)} names it")
+    for name, path in mapped.items():
+        if path in read and name not in catalog.tensors:
+            reading.findings.found(
+                f"{where(index.path)} puts tensor {quoted(name)} into {path}, which does not have "
+                "it: restore the file from a copy"
+            )
 
 
 def _read_safetensors(reading: Reading, named: Sequence[StoredFile]) -> Catalog:
@@ -278,10 +306,12 @@ def _recognise(
             return found
     named = tuple(file for file in listed if file.path.endswith(TENSOR_FILES))
     safe = tuple(file for file in named if file.path.endswith(".safetensors"))
-    if safe or any(file.path.endswith(".safetensors.index.json") for file in listed):
-        return "safetensors", safe
-    if named:
-        return "torch", named
+    # Files directly in the folder decide, if there are any.
+    for some in (here, listed):
+        if any(f.path.endswith((".safetensors", ".safetensors.index.json")) for f in some):
+            return "safetensors", safe
+        if any(file.path.endswith(TENSOR_FILES) for file in some):
+            return "torch", tuple(f for f in named if not f.path.endswith(".safetensors"))
     found = _by_content(storage, here)
     if found is not None:
         return found

@@ -7,9 +7,9 @@ that splits rows is many short runs:
     file, row by row    |  rank 0  |  rank 1  |  rank 0  |  rank 1  |  rank 0  | ...
 
 A system call for each would take longer than the copy, so these are copied out of mapped pages, a
-few MiB at a time. That reads whole pages, which ranks of one host share and ranks of several hosts
-do not: on several hosts such a tensor is read by rows and exchanged, as are replicated tensors
-(``shared_reads``).
+few MiB at a time, while a thread reads the next blocks of the file ahead of the copies. That reads
+whole pages, which ranks of one host share and ranks of several hosts do not: on several hosts such
+a tensor is read by rows and exchanged, as are replicated tensors (``shared_reads``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from reshard.checkpoint.catalog import StoredPiece
-from reshard.checkpoint.live.entries import View, part_of
+from reshard.checkpoint.live.entries import View, bytes_of, part_of
 from reshard.checkpoint.piece_table import slabs
 from reshard.checkpoint.storage.local import LocalStorage, OpenFile
 from reshard.checkpoint.transfer.transfers import Transfer
@@ -187,9 +187,12 @@ class ReadAhead:
             for block in range(start // BLOCK, -(-stop // BLOCK)):
                 part = max(start, block * BLOCK), min(stop, (block + 1) * BLOCK)
                 found.setdefault((task.piece.file, block), []).append(part)
-        self._blocks, self._reached, self._over = found, 0, False
-        """What is needed of every block; the number of the block that the copies have come to."""
+        self._blocks = found
+        """What is needed of every block, by file and block, in the order of the copies."""
         self._numbers = {block: number for number, block in enumerate(found)}
+        self._reached = 0
+        """The number of the block that the copies have come to."""
+        self._over = False
         self._moved = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="reshard-read-ahead")
         if found:
@@ -202,7 +205,8 @@ class ReadAhead:
         self._moved.set()
 
     def _run(self) -> None:
-        index, num = self._place  # errors are ignored: it is only a help
+        """Read this rank's blocks; after an error the copies read them by page faults instead."""
+        index, num = self._place
         with suppress(OSError, ReshardError), Path(os.devnull).open("wb") as null:
             for number, ((file, block), parts) in enumerate(self._blocks.items()):
                 if (file + block) % num != index:
@@ -343,8 +347,7 @@ class DirectReader:
         kind: torch.dtype = getattr(torch, task.dtype)
         here = task.into.device.type == "cpu" and task.into.dtype == kind
         if here and task.into.is_contiguous() and task.piece.is_contiguous:
-            memory = task.into.reshape(-1).view(torch.uint8).numpy().data
-            self.source.read_into(task.piece.file, task.piece.offset, memory)
+            self.source.read_into(task.piece.file, task.piece.offset, bytes_of(task.into).data)
         elif here and mapped is not None:
             size = task.piece.num_bytes(task.dtype)
             start, stop = task.piece.span(task.dtype)

@@ -14,6 +14,7 @@ from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from reshard.checkpoint.catalog import Catalog, Crc, StoredPiece, StoredTensor
 from reshard.checkpoint.integrity.crcs import Crcs
@@ -34,7 +35,7 @@ from reshard.text import and_more, quoted
 
 __all__ = [
     "CatalogSummary", "Entries", "Held", "Match", "Memory", "RankBoxes", "Strict", "View",
-    "entries_of", "match_tensors", "part_of",
+    "bytes_of", "entries_of", "match_tensors", "part_of",
 ]  # fmt: skip
 
 MAX_DEPTH = 64
@@ -168,14 +169,19 @@ def _has_tensors(value: Any, depth: int) -> bool:
 
 
 def _held(name: str, tensor: torch.Tensor) -> Held:
+    if is_lazy(tensor) or tensor.is_nested:
+        kind = "a nested tensor: pad it" if tensor.is_nested else "not initialized: run the model"
+        raise TensorError(f"{quoted(name)} is {kind} first, and give a dense tensor")
     try:
         spec = spec_of(tensor)
     except ReshardError as error:
         raise type(error)(f"{quoted(name)}: {error}") from None
     parts = tuple(part.detach() for part in parts_of(tensor))
     for part in parts:
-        if part.is_meta or part.is_conj() or part.is_neg():
+        is_plain = type(part).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        if not is_plain or part.is_meta or part.is_conj() or part.is_neg():
             kind = "on the meta device" if part.is_meta else "a lazy conjugate or negative"
+            kind = kind if is_plain else f"a {type(part).__name__}"
             raise TensorError(f"{quoted(name)} is {kind}: give a tensor that has its own memory")
     if spec.layout.reduce is not None:
         raise TensorError(
@@ -225,6 +231,11 @@ def part_of(view: View, box: Box) -> torch.Tensor:
     """The part of a view that is in a box."""
     outer, tensor = view
     return box_view(tensor, outer, box)
+
+
+def bytes_of(tensor: torch.Tensor) -> Any:
+    """The memory of a contiguous tensor of the host: that of one element may have any stride."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,14 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torch.autograd.graph import increment_version
 
 from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, read_catalog
 from reshard.checkpoint.integrity import digest
@@ -25,6 +27,7 @@ from reshard.checkpoint.integrity.crcs import Crcs, Part, crcs_of
 from reshard.checkpoint.live.direct_reads import DirectReader, ReadRequest, split_requests
 from reshard.checkpoint.live.entries import (
     CatalogSummary,
+    Entries,
     Memory,
     Strict,
     entries_of,
@@ -44,8 +47,9 @@ from reshard.checkpoint.live.shared_reads import (
 from reshard.checkpoint.publish.journal import boot_id
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.checkpoint.transfer.windows import Source
-from reshard.errors import CheckpointError, MemoryCapError, ReshardError
+from reshard.errors import CheckpointError, MemoryCapError, ReshardError, TensorError
 from reshard.layout.spec import TensorSpec
+from reshard.live.inputs.memory import check_overlaps
 from reshard.sharded.groups import Group
 from reshard.tensors.agreement import Agreement
 from reshard.tensors.exchanging import merge_specs, specs_from_texts, specs_to_text
@@ -163,6 +167,25 @@ def _share_of(memory: int | str) -> int:
     return total // 2
 
 
+def _check_memory(entries: Entries, names: Collection[str], rank: int) -> None:
+    """Refuse tensors that overlap themselves or one another: one load would undo the other."""
+    parts = {
+        name if len(held.parts) == 1 else f"{name}, part {number}": part
+        for name, held in entries.held.items()
+        for number, part in enumerate(held.parts)
+        if name in names
+    }
+    check_overlaps(dict(enumerate(parts.values())), ({}, parts), rank)
+
+
+def _has_overlaps(entries: Entries, rank: int) -> bool:
+    try:
+        _check_memory(entries, entries.tensors, rank)
+    except TensorError:
+        return True
+    return False
+
+
 class _Loading:
     """A load in progress."""
 
@@ -192,6 +215,9 @@ class _Loading:
         specs = merge_specs(described)
         found = CatalogSummary.from_data(answers[agreement.ranks[0]][4]).about(specs)
         self.match = match_tensors(specs, found, memories, options["strict"], options["cast"])
+        if any(one[5] for one in answers.values()):  # perhaps of tensors that are not loaded
+            chosen = self.match.chosen
+            agreement.run(lambda: _check_memory(self.entries, chosen, agreement.rank))
         self.summary = found.joined(self.match.copies)
         self.requests = {
             name: self._request(name, spec) for name, spec in self.match.chosen.items()
@@ -225,7 +251,8 @@ class _Loading:
         text = specs_to_text(self.entries.specs())
         self.storage = stack.enter_context(open_storage(self.options["path"]))
         found = self._survey(rules, mesh) if self.agreement.is_first else None
-        return [text, self.options, self.entries.memory().to_data(), boot_id(), found]
+        memory, overlaps = self.entries.memory(), _has_overlaps(self.entries, self.agreement.rank)
+        return [text, self.options, memory.to_data(), boot_id(), found, overlaps]
 
     def _survey(self, rules: Rules | str | Path | None, mesh: Mesh | str | None) -> dict[str, Any]:
         """What the first rank finds in the checkpoint; it keeps the checksums."""
@@ -245,6 +272,7 @@ class _Loading:
 
     def read(self) -> None:
         """Read everything into the tensors."""
+        self._count_versions()
         maps = self.storage.is_local and len(set(self.hosts)) == 1
         own, shared = split_requests(self.requests, maps)
         small, large = (shared, {}) if are_small(shared) else ({}, shared)
@@ -253,6 +281,15 @@ class _Loading:
         limits = Limits.of(_share_of(self.options["memory"]), len(ranks))
         for batch in batches_of(large, ranks, limits):
             self._read_batch(batch)
+
+    def _count_versions(self) -> None:
+        """Let autograd know of the changes: reads into memory and moves do not count as one."""
+        entries = self.entries
+        names = entries.tensors.keys() & {*self.match.chosen, *self.match.tied}
+        changed = (
+            one for name in names for one in (entries.tensors[name], *entries.held[name].parts)
+        )
+        increment_version([one for one in changed if not one.is_inference()])
 
     def _read_own(self, own: Mapping[str, ReadRequest], small: Mapping[str, ReadRequest]) -> None:
         """Read what only this rank needs into its tensors, and small tensors for all ranks."""

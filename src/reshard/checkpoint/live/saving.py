@@ -13,7 +13,7 @@ import io
 import json
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +29,8 @@ from reshard.checkpoint.live.entries import RankBoxes, entries_of
 from reshard.checkpoint.live.write_shares import (
     SavePlan,
     Writer,
+    check_copies,
+    digests_of,
     main_mesh,
     on_mesh,
     owners_of,
@@ -36,9 +38,15 @@ from reshard.checkpoint.live.write_shares import (
 )
 from reshard.checkpoint.output import Wanted, count_tensor_files
 from reshard.checkpoint.publish.workplace import Workplace
-from reshard.checkpoint.storage.output_files import OutputFiles, replace_file
+from reshard.checkpoint.storage.output_files import OutputFiles, named, replace_file
 from reshard.checkpoint.transfer.copying import Done, checksums_of
-from reshard.errors import CheckpointError, DisagreementError, TargetError, UnfinishedError
+from reshard.errors import (
+    CheckpointError,
+    DisagreementError,
+    ReshardError,
+    TargetError,
+    UnfinishedError,
+)
 from reshard.layout.spec import TensorSpec
 from reshard.sharded.groups import Group
 from reshard.tensors.agreement import Agreement
@@ -141,10 +149,11 @@ class _Saving:
         described = specs_from_texts({rank: one[0] for rank, one in answers.items()})
         specs = merge_specs(described)
         _check_present(specs, described)
+        check_copies({rank: one[4] for rank, one in answers.items()})
         self.others: dict[str, tuple[int, int]] = {}
         """The first rank that has each entry that is not a tensor, and its size."""
         keys: dict[str, tuple[str | int, ...]] = {}
-        for rank, (_, sizes, paths, _) in answers.items():
+        for rank, (_, sizes, paths, *_) in answers.items():
             for name, size in sizes.items():
                 self.others.setdefault(name, (rank, size))
             keys |= {name: tuple(path) for name, path in paths.items()}
@@ -176,7 +185,9 @@ class _Saving:
             for name, one in entries.others.items()
         }
         sizes = {name: len(data) for name, data in self._objects.items()}
-        return [specs_to_text(entries.specs()), sizes, entries.keys, self.request]
+        several = len(self.agreement.ranks) > 1
+        digests = digests_of(entries.held, self.agreement.rank) if several else {}
+        return [specs_to_text(entries.specs()), sizes, entries.keys, self.request, digests]
 
     def _check_entries(self, specs: Mapping[str, TensorSpec]) -> None:
         """Refuse an entry that is not a tensor on all ranks, and a state dict without tensors."""
@@ -216,24 +227,41 @@ class _Saving:
 
     def write(self) -> list[int]:
         """Write and publish all files; the bytes that each rank wrote."""
-        run, run_on_first = self.agreement.run, self.agreement.run_on_first
+        run, run_on_first, guarded = self.agreement.run, self.agreement.run_on_first, self._guarded
         with self._entered():
-            token = run_on_first(self._prepare)
+            token = run_on_first(guarded(self._prepare))
             try:
                 run(lambda: self._check_seen(token))
-                while any(run(self._step).values()):
+                while any(run(guarded(self._step)).values()):
                     pass
-                written = run(self._write_sums)
-                run_on_first(self._seal)
+                written = run(guarded(self._write_sums))
+                run_on_first(guarded(self._seal))
             finally:
                 self._target.close()
-            self.kept = tuple(run_on_first(self._publish))
+            self.kept = tuple(run_on_first(guarded(self._publish)))
         return [*written.values()]
+
+    def _guarded(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        """The step, with a TargetError instead of any error of the file system."""
+
+        def attempt() -> Any:
+            try:
+                with named(self.place.folder):
+                    return step()
+            except OSError as error:
+                if isinstance(error, ReshardError):
+                    raise
+                raise TargetError(
+                    f"{error}; saving to {self.place.target} failed: is there room for it, and may "
+                    "this process write there?"
+                ) from error
+
+        return attempt
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
         """Hold the folder of the output on the first rank; remove it after a failure."""
-        self.agreement.run_on_first(self._enter)
+        self.agreement.run_on_first(self._guarded(self._enter))
         try:
             yield
         except BaseException:

@@ -1,4 +1,7 @@
-"""The shares of the ranks in writing: each box is written once, by a rank that holds it."""
+"""The shares of the ranks in writing: each box is written once, by a rank that holds it.
+
+Plain tensors that several ranks hold must be equal: digests of them are compared before.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +15,72 @@ import numpy as np
 import torch
 
 from reshard.checkpoint.integrity import digest
-from reshard.checkpoint.integrity.checksums import Sum, sums_of
-from reshard.checkpoint.live.entries import Held, RankBoxes, View, part_of
+from reshard.checkpoint.integrity.checksums import Sum, checksum, sums_of
+from reshard.checkpoint.live.entries import Held, RankBoxes, View, bytes_of, part_of
 from reshard.checkpoint.output import Output, OwnedBox, Wanted, owned_boxes
 from reshard.checkpoint.piece_table import slabs
 from reshard.checkpoint.storage.output_files import OutputFiles
 from reshard.checkpoint.transfer.copying import Done
 from reshard.checkpoint.transfer.windows import in_order
 from reshard.dtypes import itemsize
+from reshard.errors import DisagreementError
 from reshard.layout.box import Box
 from reshard.layout.boxlist import listed_of
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.spec import TensorSpec
 from reshard.planning.sharing import LeastLoaded
+from reshard.tensors.local import whole_on
+from reshard.text import quoted
 
-__all__ = ["SavePlan", "Writer", "main_mesh", "on_mesh", "owners_of", "writers_of"]
+__all__ = [
+    "SavePlan", "Writer", "check_copies", "digests_of", "main_mesh", "on_mesh", "owners_of",
+    "writers_of",
+]  # fmt: skip
 
 WORKERS = 2
 WINDOW = 8 << 20
 """Bytes that are written at once."""
 STEP = 1 << 30
 """Bytes after which the ranks agree, so that none waits long without a sign of the others."""
+COMPARED = 4 << 20
+"""The most bytes of a plain tensor that are all compared between ranks."""
+SAMPLED = 1 << 16
+"""Elements of a larger one that are compared."""
+
+_CELLS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def digests_of(held: Mapping[str, Held], rank: int) -> dict[str, str]:
+    """The digest of every plain tensor of this rank: other ranks may hold it too."""
+    plain = whole_on((rank,))
+    return {name: _digest(one.parts[0]) for name, one in held.items() if one.spec.layout == plain}
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    """The digest of all bytes of a tensor, or of evenly spaced elements of a large one.
+
+    In data parallel jobs without sharding every rank holds the whole model: to read all of it would
+    take every rank longer than to write its share.
+    """
+    cells = tensor.view(_CELLS[tensor.element_size()])
+    if tensor.nbytes > COMPARED:
+        spaced = torch.arange(SAMPLED, device=tensor.device) * (tensor.numel() - 1) // (SAMPLED - 1)
+        cells = cells[torch.unravel_index(spaced, tensor.shape)]
+    return checksum(bytes_of(cells.contiguous().cpu())).hex()
+
+
+def check_copies(digests: Mapping[int, Mapping[str, str]]) -> None:
+    """Refuse a plain tensor that differs between ranks: the checkpoint has room for one copy."""
+    first: dict[str, tuple[int, str]] = {}
+    for rank, found in digests.items():
+        for name, value in found.items():
+            holder, expected = first.setdefault(name, (rank, value))
+            if value != expected:
+                raise DisagreementError(
+                    f"{quoted(name)} is a plain tensor that differs between ranks {holder} and "
+                    f"{rank}: broadcast it first, give it on one rank only, or under another name "
+                    "on each rank"
+                )
 
 
 def owners_of(specs: Mapping[str, TensorSpec]) -> dict[str, list[OwnedBox]]:
@@ -183,8 +231,8 @@ class Writer:
     def _array(self, task: _Write) -> Any:
         """A box of this rank's tensor, row-major in host memory."""
         part = part_of(task.view, task.box)
-        flat = part.contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
-        return flat.view(f"V{part.element_size()}").reshape(task.box.shape)
+        data = bytes_of(part.contiguous().cpu())
+        return data.view(f"V{part.element_size()}").reshape(task.box.shape)
 
 
 def writers_of(

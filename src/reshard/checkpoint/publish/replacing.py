@@ -25,7 +25,14 @@ from reshard.checkpoint.formats.checks import is_distcp
 from reshard.checkpoint.formats.reader import survey_catalog
 from reshard.checkpoint.formats.safetensors.reader import find_index, index_files
 from reshard.checkpoint.integrity.checksums import SIDECAR, load_checksums
-from reshard.checkpoint.storage.local import COMMITTED, OURS, REQUEST, LocalStorage, StoredFile
+from reshard.checkpoint.storage.local import (
+    COMMITTED,
+    OURS,
+    REQUEST,
+    LocalStorage,
+    StoredFile,
+    file_status,
+)
 from reshard.errors import ReshardError, TargetError
 from reshard.text import quoted
 
@@ -84,9 +91,9 @@ class _TopLevel(LocalStorage):
     def list(self) -> tuple[StoredFile, ...]:
         entries = sorted(os.scandir(self.root), key=lambda entry: entry.name)
         return tuple(
-            StoredFile(entry.name, entry.stat().st_size)
+            StoredFile(entry.name, status.st_size)
             for entry in entries
-            if entry.is_file() and not entry.name.startswith(OURS)
+            if not entry.name.startswith(OURS) and (status := file_status(entry))
         )
 
 

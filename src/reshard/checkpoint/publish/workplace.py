@@ -48,7 +48,7 @@ from reshard.checkpoint.publish.replacing import Replaced, delete_files, move_ke
 from reshard.checkpoint.storage.local import REQUEST, StoredFile
 from reshard.checkpoint.storage.output_files import exchange, replace_file, sync_folder
 from reshard.errors import TargetError, UnfinishedError
-from reshard.text import format_bytes
+from reshard.text import format_bytes, quoted
 
 __all__ = ["Workplace", "check_places", "free_bytes"]
 
@@ -78,6 +78,7 @@ class Workplace:
     @classmethod
     def beside(cls, target: Path) -> Workplace:
         """The workplace of a destination."""
+        _check_name(target)
         # A link at the destination itself is kept; links in its parents are resolved.
         is_named = target.name not in ("", "..")
         target = target.parent.resolve() / target.name if is_named else target.resolve()
@@ -110,7 +111,13 @@ class Workplace:
                 f"{self.target} exists: choose another target, or give --overwrite "
                 "(overwrite=True); the old one is kept until the new one is complete"
             )
-        return replaced_by(self.target, files)
+        try:
+            return replaced_by(self.target, files)
+        except FileNotFoundError as error:
+            raise TargetError(
+                f"{error.filename} was removed while {self.target} was listed: try again when no "
+                "other process writes there"
+            ) from None
 
     def settle(self) -> None:
         """Finish or undo a publication during which an earlier process was killed."""
@@ -161,28 +168,28 @@ class Workplace:
     def _take_lock(self) -> None:
         if self.folder.is_symlink() or self.data.is_symlink():
             raise TargetError(f"{self.folder} is a symbolic link: remove it")
+        for _ in range(5):  # a rank that tests the lock holds it for a moment
+            lock = self._open_lock()
+            if lock is not None and _is_locked(lock, self.folder / "lock"):
+                self._lock = lock
+                return
+            if lock is not None:
+                os.close(lock)
+            time.sleep(0.02)
+        raise TargetError(f"another conversion is writing {self.target}: wait for it, or end it")
+
+    def _open_lock(self) -> int | None:
+        """Open the lock file in the folder; None if another process removes the folder."""
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
             self.folder.mkdir(exist_ok=True)
-            lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            return os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except FileNotFoundError:
+            return None
         except OSError as error:
             raise TargetError(
                 f"nothing can be written next to {self.target}: {error.strerror}"
             ) from None
-        for _ in range(5):  # a rank that tests the lock holds it for a moment
-            with suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            time.sleep(0.02)
-        else:
-            os.close(lock)
-            raise TargetError(
-                f"another conversion is writing {self.target}: wait for it, or end it"
-            )
-        self._lock = lock
-        if not (self.folder / "lock").exists():  # the previous holder has just finished
-            self.leave()
-            self._take_lock()
 
     @property
     def _gone(self) -> str:
@@ -328,6 +335,32 @@ def _nearest(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
+def _check_name(target: Path) -> None:
+    """Refuse a path that is too long, also with what is added for temporary folders, or is none."""
+    try:
+        os.lstat(target.parent / f".{target.name}.reshard-gone-{'0' * 8}")
+    except ValueError:  # a null byte, or a character that no path can have
+        raise TargetError(f"{quoted(target)} is no path: choose another target") from None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise TargetError(
+                f"{quoted(target)} is too long: its name has {len(os.fsencode(target.name))} bytes "
+                "and 23 are added while it is written: choose a shorter target"
+            ) from None
+
+
+def _is_locked(lock: int, path: Path) -> bool:
+    """Lock an open file; whether that worked and the file is still the one at its path.
+
+    The process that held the lock may have deleted the file, and another one created it again.
+    """
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(lock), path.stat())
+    except OSError:
+        return False
+
+
 def _publishing(folder: Path) -> dict[str, Any]:
     """The publishing.json of a partial folder; empty if publication had not begun."""
     path = folder / PUBLISHING
@@ -348,7 +381,11 @@ def _replaced_folders(folder: Path) -> Iterator[tuple[Path, Collection[str]]]:
     are part of the old checkpoint."""
     state = _publishing(folder)
     for old in (folder / "old", folder / "data") if state else ():
-        if old.is_dir() and not old.is_symlink() and old.stat().st_ino != state["inode"]:
+        try:
+            status = old.lstat()
+        except FileNotFoundError:  # never created, or another process has just deleted it
+            continue
+        if stat.S_ISDIR(status.st_mode) and status.st_ino != state["inode"]:
             yield old, frozenset(state["belongs"])
 
 

@@ -13,6 +13,7 @@ process.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -31,7 +32,8 @@ from reshard.text import quoted
 
 __all__ = [
     "COMMITTED", "MAX_FILES", "OURS", "REQUEST", "TENSOR_FILES", "LocalStorage", "OpenFile",
-    "OpenFiles", "Range", "Storage", "StoredFile", "check_path", "plain_path",
+    "OpenFiles", "Range", "Storage", "StoredFile", "check_path", "file_status",
+    "plain_path",
 ]  # fmt: skip
 
 OURS = ".reshard"
@@ -222,10 +224,9 @@ class LocalStorage(Storage):
         self._open: OpenFiles[str] = OpenFiles(self._open_file)
         self._identities: dict[str, Identity] = {}
         path = Path(root)
-        if not path.exists():
-            raise CheckpointError(f"{root} does not exist: check the path")
-        self._only = path.name if path.is_file() else None
-        if self._only is None and not path.is_dir():
+        mode = _mode_of(path)
+        self._only = path.name if stat.S_ISREG(mode) else None
+        if self._only is None and not stat.S_ISDIR(mode):
             raise CheckpointError(f"{root} is neither a folder nor a file")
         self.is_file = self._only is not None
         self._folder = path.parent if self._only else path
@@ -347,10 +348,34 @@ def _identity(status: os.stat_result) -> Identity:
     return status.st_dev, status.st_ino, status.st_size, *times
 
 
+def _mode_of(path: Path) -> int:
+    """The kind and permissions of a file or folder that exists."""
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a null byte
+        raise CheckpointError(f"{path} does not exist: check the path") from None
+    except OSError as error:
+        raise CheckpointError(
+            f"{quoted(path)} cannot be opened: {error.strerror}: check the path"
+        ) from None
+
+
 def _unreadable(path: str, error: OSError) -> CheckpointError:
     if isinstance(error, FileNotFoundError):
         return DamageError(f"{path} is missing: the checkpoint is not complete")
     return CheckpointError(f"{path} cannot be opened: {error.strerror}")
+
+
+def file_status(entry: os.DirEntry[str]) -> os.stat_result | None:
+    """The status of a regular file, or of one that a link leads to; None for anything else."""
+    try:
+        status = entry.stat()
+    except OSError as error:
+        # Deleted since the folder was listed, or a link that leads nowhere.
+        if error.errno in (errno.ENOENT, errno.ELOOP):
+            return None
+        raise CheckpointError(f"{entry.path} cannot be read: {error.strerror}") from None
+    return status if stat.S_ISREG(status.st_mode) else None
 
 
 def _walk(folder: Path, root: str) -> Iterator[tuple[str, os.stat_result]]:
@@ -367,8 +392,8 @@ def _walk(folder: Path, root: str) -> Iterator[tuple[str, os.stat_result]]:
             if entry.is_dir(follow_symlinks=False):
                 if not entry.name.startswith(".") and depth < MAX_DEPTH:
                     pending.append((Path(entry.path), f"{prefix}{entry.name}/", depth + 1))
-            elif not entry.name.startswith(OURS) and entry.is_file():
-                yield prefix + entry.name, entry.stat()
+            elif not entry.name.startswith(OURS) and (status := file_status(entry)):
+                yield prefix + entry.name, status
         if count > MAX_FILES:
             raise CheckpointError(
                 f"{root} holds more than {MAX_FILES} files: name the folder of one checkpoint"

@@ -53,8 +53,8 @@ from reshard.layout.box import row_major
 from reshard.text import quoted
 
 __all__ = [
-    "KEY", "SHARDING", "BuiltHeader", "Header", "OwnMetadata", "OwnTensor", "build_header",
-    "header_length", "parse_header", "read_json",
+    "KEY", "RESERVED", "SHARDING", "BuiltHeader", "Header", "OwnMetadata", "OwnTensor",
+    "build_header", "header_length", "parse_header", "read_json",
 ]  # fmt: skip
 
 MAX_HEADER = 100_000_000
@@ -220,6 +220,8 @@ def _damaged(name: str, where: str, what: str) -> NoReturn:
 KEY = "reshard"
 SHARDING = "DCP_SHARDING_INFO"
 """Torch's key for the offsets of a file's tensors."""
+RESERVED = frozenset((KEY, SHARDING, "DCP_VERSION"))
+"""Keys of the metadata that describe a file; no value of the checkpoint can have one."""
 VERSION = 1
 
 

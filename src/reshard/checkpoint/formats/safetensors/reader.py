@@ -33,6 +33,7 @@ from reshard.checkpoint.formats.checks import (
 )
 from reshard.checkpoint.formats.safetensors.header import (
     KEY,
+    RESERVED,
     SHARDING,
     Header,
     OwnMetadata,
@@ -214,8 +215,7 @@ def read_whole(
 def common_metadata(headed: Iterable[HeadedFile]) -> dict[str, str]:
     """The metadata of all files; the first file wins where they differ."""
     merged = first_of_each(one.header.metadata for one in headed)
-    ours = (KEY, SHARDING, "DCP_VERSION")
-    return {key: text for key, text in merged.items() if key not in ours}
+    return {key: text for key, text in merged.items() if key not in RESERVED}
 
 
 _SHARD = re.compile(r"shard-(\d{1,9})-", re.ASCII)

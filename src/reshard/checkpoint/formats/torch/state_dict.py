@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -141,28 +141,47 @@ class Content:
 
 
 def read_torch(reading: Reading, named: Sequence[StoredFile]) -> Catalog:
-    """The catalog of files that hold whole tensors: ``pytorch_model.bin``, ``model.pt``."""
+    """The catalog of files that hold whole tensors: ``pytorch_model.bin``, ``model.pt``.
+
+    Files in subfolders count only if those directly in the folder hold no tensors.
+    """
     storage, findings = reading.storage, reading.findings
-    ranks = {rank_of(file.path, None) for file in named} - {None}
-    if len(ranks) > 1:
-        raise CheckpointError(
-            f"{storage.root} holds files of {len(ranks)} ranks ({named[0].path} is one) that do "
-            "not record their layout: give --rules and --mesh"
-        )
     files = tuple(file for file in named if file.path.startswith("pytorch_model")) or tuple(named)
     check_no_zero_files(storage.root, files)
-    for path in missing_parts(files) if not storage.is_file else ():
-        findings.found(f"{storage.where(path)} is missing: the names of the other files imply it")
-    contents: dict[int, Content] = {}
-    for number, file in enumerate(files):
-        with findings.noting():
-            contents[number] = read_torch_file(storage, file, findings, number)
+    here = tuple(file for file in files if "/" not in file.path)
+    contents = _read_files(reading, here, {})
+    if any(one.tensors for one in contents.values()) or findings.any:
+        files = here
+    else:
+        files = (*here, *(file for file in files if "/" in file.path))
+        contents = _read_files(reading, files, contents)
     tensors = whole_tensors(
         ((number, files[number].path, one.tensors) for number, one in contents.items()),
         findings,
         f"name one of the files of {storage.root}",
     )
     return reading.catalog("torch", files, tensors, **catalog_fields(contents.values()))
+
+
+def _read_files(
+    reading: Reading, files: Sequence[StoredFile], known: Mapping[int, Content]
+) -> dict[int, Content]:
+    """The contents of files, by number; those that are known are not read again."""
+    storage, findings = reading.storage, reading.findings
+    ranks = {rank_of(file.path, None) for file in files} - {None}
+    if len(ranks) > 1:
+        raise CheckpointError(
+            f"{storage.root} holds files of {len(ranks)} ranks ({files[0].path} is one) that do "
+            "not record their layout: give --rules and --mesh"
+        )
+    for path in missing_parts(files) if not storage.is_file else ():
+        findings.found(f"{storage.where(path)} is missing: the names of the other files imply it")
+    contents = dict(known)
+    for number, file in enumerate(files):
+        with findings.noting():
+            if number not in known:
+                contents[number] = read_torch_file(storage, file, findings, number)
+    return contents
 
 
 def read_torch_file(

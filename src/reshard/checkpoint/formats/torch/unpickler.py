@@ -49,6 +49,7 @@ _HARMLESS = {
     *(f"{module}.{name}" for module in ("builtins", "__builtin__") for name in (
         "set", "frozenset", "slice", "range", "complex", "bytearray", "int", "float", "str",
         "bool", "list", "dict", "tuple", "object", "bytes")),
+    "__builtin__.long", "__builtin__.xrange", "__builtin__.unicode",  # protocol 2: int, range, str
 }  # fmt: skip
 """Names of the standard library that occur in checkpoints of training runs."""
 
