@@ -80,6 +80,8 @@ def wire_dtype(have: str, want: str) -> str:
 
 def accumulator(dtype: str) -> str:
     """The dtype in which addends of this dtype are added up: halves add in float32."""
+    if dtype == "complex32":
+        return "complex64"
     small = dtype.startswith("float8") or dtype in ("float16", "bfloat16")
     return "float32" if small else dtype
 

@@ -93,6 +93,11 @@ class _Machine:
     """One simulated rank: its source arrays, its destination arrays, and what it stages."""
 
     def __init__(self, plan: Plan, rank: int, held: Mapping[str, Array]) -> None:
+        if not isinstance(held, Mapping):
+            raise PlanError(
+                f"rank {rank} holds a {type(held).__name__}: give a dict of arrays by name for "
+                f'every rank, such as {{0: {{"{next(iter(plan.have), "w")}": array}}}}'
+            )
         self.rank = rank
         self.plan: RankPlan = plan.for_rank(rank)
         self.specs = (plan.have, plan.want)

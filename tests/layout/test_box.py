@@ -16,7 +16,7 @@ from reshard.layout.box import flat_range, row_major
 from reshard.layout.coverage import missing_boxes
 from tests.soak import cases
 
-EXAMPLES = settings(max_examples=cases(100, 200), derandomize=True, deadline=None)
+EXAMPLES = settings(max_examples=cases(60, 200), derandomize=True, deadline=None)
 
 
 @st.composite

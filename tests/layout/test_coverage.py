@@ -51,7 +51,7 @@ def marked(region: Box, boxes: tuple[Box, ...]) -> np.ndarray:
     return counts == 1
 
 
-@settings(max_examples=cases(120, 10_000), deadline=None)
+@settings(max_examples=cases(70, 10_000), deadline=None)
 @given(boxes_in())
 def test_every_element_is_counted(drawn: tuple[Box, list[Box]]) -> None:
     region, boxes = drawn
@@ -60,7 +60,7 @@ def test_every_element_is_counted(drawn: tuple[Box, list[Box]]) -> None:
     assert (marked(region, repeated_boxes(region, boxes)) == (counts > 1)).all()
 
 
-@settings(max_examples=cases(120, 10_000), deadline=None)
+@settings(max_examples=cases(70, 10_000), deadline=None)
 @given(boxes_in(14), st.sampled_from([1, coverage.PAIRS_AT_ONCE]), st.sampled_from([0, 8]))
 def test_an_overlap_is_found_where_one_is(
     drawn: tuple[Box, list[Box]], pairs_at_once: int, few: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 import time
+from math import prod
 
 import pytest
 from hypothesis import given, settings
@@ -13,8 +14,9 @@ import reshard as rs
 from tests import moves, oracle, strategies
 from tests.cases import Side
 from tests.checks import build
+from tests.soak import cases
 
-EXAMPLES = settings(max_examples=100, derandomize=True, deadline=None)
+EXAMPLES = settings(max_examples=cases(60, 100), derandomize=True, deadline=None)
 Drawn = tuple[Side, tuple[int, ...]]
 
 
@@ -312,3 +314,12 @@ def test_json_that_is_no_layout(text: str) -> None:
     with pytest.raises(rs.ReshardError) as caught:
         rs.Layout.from_json(text)
     assert "\n" not in str(caught.value)
+
+
+def test_a_bucket_is_padded_to_both_numbers() -> None:
+    """Megatron pads to the least common multiple of ``pad_to`` and the ranks along the axis."""
+    for num, pad_to, share in ((6, 128, 192), (8, 128, 128), (6, 1, 167), (7, 2, 144)):
+        found = rs.flat_bucket({"w": (1000,)}, rs.Mesh(dp=num), "dp", pad_to=pad_to)["w"]
+        held = [prod(found.local_shape(rank, (1000,))) for rank in range(num)]
+        assert share * num % pad_to == 0
+        assert held == [max(min(1000 - rank * share, share), 0) for rank in range(num)]

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 import reshard as rs
 from tests import oracle, strategies
 from tests.generate import Mesh as Drawn
+from tests.soak import cases
 
-EXAMPLES = settings(max_examples=200, derandomize=True, deadline=None)
+EXAMPLES = settings(max_examples=cases(100, 200), derandomize=True, deadline=None)
 MAX_SECONDS = 10.0
 
 
@@ -143,3 +144,8 @@ def test_places_without_axes() -> None:
     assert rs.Mesh.parse(str(mesh)) == eval(repr(mesh), {"Mesh": rs.Mesh}) == mesh
     assert mesh.coords(0) == {}
     assert list(itertools.islice(rs.Mesh(ranks=[5]).ranks, 2)) == [5]
+
+
+def test_falling_ranks_are_the_same_however_they_are_given() -> None:
+    falling = rs.Mesh(tp=3, ranks=range(2, -1, -1))
+    assert falling == rs.Mesh(tp=3, ranks=[2, 1, 0]) == rs.Mesh.parse(str(falling))

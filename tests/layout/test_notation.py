@@ -27,9 +27,10 @@ from reshard.layout.words import (
 )
 from tests import strategies
 from tests.cases import Side
+from tests.soak import cases
 
-EXAMPLES = settings(max_examples=120, derandomize=True, deadline=None)
-MAX_SECONDS = 10.0
+EXAMPLES = settings(max_examples=cases(70, 120), derandomize=True, deadline=None)
+MAX_SECONDS = cases(3, 10)
 
 TP, DP, KV = Chunk("tp"), Chunk("dp"), Chunk("kv")
 
@@ -181,24 +182,25 @@ def test_segments_of_one_word_may_share_axes() -> None:
     assert parse("{4 tp, 4 tp, 2 (tp dp)}")
 
 
-HUGE = 1 << 20
+LIMIT = 1 << 20
+LENGTH = cases(LIMIT // 4, LIMIT)
 LONG = {
-    "a text over the limit": "a" * (HUGE + 1),
-    "open brackets": "(" * HUGE,
-    "closed brackets": ")" * HUGE,
-    "nested segments": "{1 " * (HUGE // 3),
+    "a text over the limit": "a" * (LIMIT + 1),
+    "open brackets": "(" * LENGTH,
+    "closed brackets": ")" * LENGTH,
+    "nested segments": "{1 " * (LENGTH // 3),
     "nested groups": "(" * 400 + "tp" + ")" * 400,
-    "segments of segments of segments": "tp" + "{1}" * (HUGE // 4),
+    "segments of segments of segments": "tp" + "{1}" * (LENGTH // 4),
     "segments that double": "tp" + "{1,1}" * 40,
     "segments that multiply": "tp" + ("{" + "1," * 999 + "1}") * 3,
-    "a long number": "tp*" + "9" * (HUGE - 10),
-    "a long rank": "- | without " + "9" * (HUGE - 20),
+    "a long number": "tp*" + "9" * (LENGTH - 10),
+    "a long rank": "- | without " + "9" * (LENGTH - 20),
     "many long ranges of ranks": "- | without " + ",".join(["0-9999999"] * 1000),
-    "bars": "|" * HUGE,
-    "dots": "... " * (HUGE // 4),
-    "commas": "tp[" + "," * (HUGE - 5),
-    "an axis again and again": "tp " * (HUGE // 3),
-    "one word that never ends": "tp[" + "1," * (HUGE // 2 - 5),
+    "bars": "|" * LENGTH,
+    "dots": "... " * (LENGTH // 4),
+    "commas": "tp[" + "," * (LENGTH - 5),
+    "an axis again and again": "tp " * (LENGTH // 3),
+    "one word that never ends": "tp[" + "1," * (LENGTH // 2 - 5),
 }
 ODD = {
     "other digits": "tp*\u0661",
@@ -257,10 +259,10 @@ def test_long_hostile_texts_are_refused_quickly_and_need_little_memory() -> None
 @pytest.mark.parametrize(
     "text",
     [
-        "- " * (HUGE // 2),
-        "a" * HUGE,
-        "tp[" + "1," * (HUGE // 2 - 5) + "1]",
-        "{" + "1 tp," * (HUGE // 6) + "1}",
+        "- " * (LENGTH // 2),
+        "a" * LENGTH,
+        "tp[" + "1," * (LENGTH // 2 - 5) + "1]",
+        "{" + "1 tp," * (LENGTH // 6) + "1}",
         " ".join(f"a{i}" for i in range(100_000)),
         "(" + " ".join(f"a{i}" for i in range(100_000)) + ")",
     ],

@@ -14,7 +14,7 @@ from tests.cases import Side
 from tests.checks import build
 from tests.soak import cases
 
-EXAMPLES = settings(max_examples=cases(150, 400), derandomize=True, deadline=None)
+EXAMPLES = settings(max_examples=cases(90, 400), derandomize=True, deadline=None)
 Drawn = tuple[Side, tuple[int, ...]]
 
 

@@ -354,3 +354,12 @@ def test_what_needs_torch_says_so_in_one_line() -> None:
     advice = "needs torch: it is not installed; try pip install torch"
     names = ["reshard.move", "reshard.exchange", "reshard.checkpoint.load", "running a plan"]
     assert said == [f"{name} {advice}" for name in [*names, "reshard.sharded", "reshard.nn"]]
+
+
+def test_names_of_a_plan_are_strings_and_ranks_hold_dicts() -> None:
+    spec = rs.TensorSpec((4,), "float32", "tp=2: tp")
+    with pytest.raises(rs.ArgumentTypeError, match="the name 0 is a int"):
+        rs.plan({0: spec, "a": spec}, {0: spec, "a": spec})  # type: ignore[dict-item]
+    plan = rs.plan({"a": spec}, {"a": spec})
+    with pytest.raises(rs.PlanError, match=r'rank 0 holds a list.*{"a": array}'):
+        rs.simulate(plan, {0: [1.0, 2.0]})  # type: ignore[dict-item]

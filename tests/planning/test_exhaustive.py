@@ -23,7 +23,7 @@ from tests.checks import plan_case, wire_bounds
 from tests.generate import random_case
 from tests.soak import cases
 
-PAIRS, PARTS = cases(300, 10_000), cases(5, 50)
+PAIRS, PARTS = cases(180, 10_000), cases(5, 50)
 
 
 @dataclass(frozen=True)

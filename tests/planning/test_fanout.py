@@ -13,6 +13,7 @@ from tests import generate, moves
 from tests.cases import DTYPES, Case
 from tests.checks import arrays, build, expected, same, source_values, wire_bounds
 from tests.oracle import Held
+from tests.soak import cases
 
 MOST_OVER_SHARE = 1.02
 
@@ -212,7 +213,7 @@ def check_with_topology(case: Case, topology: rs.Topology, hosts: dict[int, int]
     assert summary.between_hosts_bytes == enter
 
 
-@pytest.mark.parametrize("first", range(0, 160, 40))
+@pytest.mark.parametrize("first", range(0, cases(80, 160), 40))
 def test_random_topologies(first: int) -> None:
     """Values are right, and bytes in all and between hosts are the least there can be."""
     failed = []

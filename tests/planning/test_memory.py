@@ -12,6 +12,7 @@ import reshard as rs
 from tests import moves, oracle
 from tests.cases import DTYPES
 from tests.checks import same
+from tests.soak import soaking
 
 FRACTIONS = (1, 4, 16, 64)
 MOST_OVER_SIMULATED = 4.0
@@ -107,8 +108,14 @@ def check_memory(plan: rs.Plan, cap: int) -> None:
     moves.check_counts(plan, report)
 
 
-@pytest.mark.parametrize("fraction", FRACTIONS)
-@pytest.mark.parametrize("kind", PAIRS)
+CAPS = [
+    (kind, fraction)
+    for at, kind in enumerate(PAIRS)
+    for fraction in (FRACTIONS if soaking() else FRACTIONS[at % 2 :: 2])
+]
+
+
+@pytest.mark.parametrize(("kind", "fraction"), CAPS)
 def test_caps(kind: str, fraction: int) -> None:
     have, want = PAIRS[kind].specs()
     cap = largest_local(rs.plan({"w": have}, {"w": want})) // fraction
@@ -133,8 +140,14 @@ def state_dict() -> tuple[dict[str, rs.TensorSpec], dict[str, rs.TensorSpec]]:
     return have, want
 
 
-@pytest.mark.parametrize("fraction", FRACTIONS)
-@pytest.mark.parametrize("ranks_per_host", [None, 2])
+HOSTS = [
+    (fraction, ranks_per_host)
+    for at, fraction in enumerate(FRACTIONS)
+    for ranks_per_host in ((None, 2) if soaking() else (None, 2)[at % 2 :][:1])
+]
+
+
+@pytest.mark.parametrize(("fraction", "ranks_per_host"), HOSTS)
 def test_caps_of_state_dicts(fraction: int, ranks_per_host: int | None) -> None:
     have, want = state_dict()
     topology = rs.Topology(ranks_per_host=ranks_per_host) if ranks_per_host else None

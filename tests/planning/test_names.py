@@ -304,7 +304,9 @@ def test_strict_lists_both_sides() -> None:
     [
         ({"b": rs.join("a", "a", dim=0)}, r'"b".*8.*12'),
         ({"b": rs.join("a", dim=1)}, r'"a".*\(6, 4\).*"b".*\(8, 4\)'),
-        ({"b": rs.join("a", dim=7)}, r'"a".*\(6, 4\).*dim 7'),
+        ({"b": rs.join("a", dim=7)}, r'"b".*\(8, 4\).*dim 7.*0 to 1'),
+        ({"b": rs.join("a", "a", dim=-1)}, r'"b".*\(8, 4\).*dim -1.*0 to 1'),
+        ({"b": rs.take("a", crop={0: (2, 4)}, index={0: 0})}, r'"b" crops dim 0 of "a"'),
         ({"b": rs.join(dim=0, a=4)}, r'"b".*8.*2 groups.*"a".*6.*1.5 groups'),
         ({"b": rs.stack("a", "a", dim=0)}, r'"b".*\(8, 4\).*2 sources'),
         ({"b": rs.take("a", crop={0: (2, 9)})}, r'"b".*2 to 9.*"a".*\(6, 4\)'),

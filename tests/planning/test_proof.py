@@ -82,3 +82,16 @@ def test_the_proof_notices_another_order_of_rows() -> None:
 def backwards(rows: Rows) -> Rows:
     order = np.arange(len(rows.transfers))[::-1]
     return replace(rows, transfers=rows.transfers.take(order))
+
+
+def test_the_proof_notices_a_rank_outside_the_plan() -> None:
+    plan = rs.plan("dp=2: dp -", "tp=2: - tp", shape=(4, 4))
+    plan.check()
+
+    def from_another_rank(rows: Rows) -> Rows:
+        source = np.full(len(rows.transfers), 77)
+        return replace(rows, transfers=replace(rows.transfers, source=source))
+
+    tampered(plan, from_another_rank, "receives")
+    with pytest.raises(rs.ProofError, match="rank 77"):
+        plan.check()

@@ -15,7 +15,7 @@ from tests.soak import cases
 from tests.state_cases import StateCase, check_state
 
 PAIRS = settings(
-    max_examples=cases(50, 250),
+    max_examples=cases(32, 250),
     derandomize=True,
     deadline=None,
     print_blob=False,

@@ -13,6 +13,7 @@ from reshard.planning.sharing import Line, balance, fill
 from tests import bounds, generate, moves
 from tests.cases import DTYPES, Side
 from tests.checks import build
+from tests.soak import cases
 
 MOST_OVER_OPTIMUM = 1.1
 MOST_OVER_MEAN = 1.02
@@ -65,7 +66,7 @@ def optimum(instance: Instance) -> float:
     return bounds.lp_balance(missing)
 
 
-@pytest.mark.parametrize("first", range(0, 400, 100))
+@pytest.mark.parametrize("first", range(0, cases(200, 400), 100))
 def test_random_instances(first: int) -> None:
     for number in range(first, first + 100):
         instance, num_ranks = random_instance(Random(number))
@@ -90,7 +91,7 @@ STRUCTURED = {
 @pytest.mark.parametrize("kind", STRUCTURED)
 @pytest.mark.parametrize("num_ranks", [5, 20, 40])
 def test_structured_instances(kind: str, num_ranks: int) -> None:
-    for number in range(10):
+    for number in range(cases(4, 10)):
         rng = Random(number)
         instance = [(m, a * 10**6) for m, a in STRUCTURED[kind](num_ranks, rng) if a]
         rng.shuffle(instance)

@@ -14,6 +14,7 @@ from reshard.planning.cells.transfers import AnyRows, Fan, HostFan, Transfers
 from reshard.planning.cost import messages
 from reshard.planning.hosts import HostFlow
 from tests import bounds, moves
+from tests.soak import cases
 
 MOST_OVER_OPTIMUM = 1.15
 SHAPE = (240, 192)
@@ -56,7 +57,7 @@ def sums(rows: Iterable[AnyRows], amount: Callable[[Transfers], np.ndarray]) -> 
     return found
 
 
-@pytest.mark.parametrize("first", range(0, 200, 50))
+@pytest.mark.parametrize("first", range(0, cases(100, 200), 50))
 def test_what_ranks_stage_is_counted_as_if_every_row_was_listed(first: int) -> None:
     """Hosts where no rank holds a part are not listed for the schedule, and for the proof."""
     outside = inside = 0
@@ -94,7 +95,7 @@ def wide_case(rng: Random) -> rs.Plan:
         copies = rng.randint(2, len(ranks) // 2)
         layout = rs.Layout(rs.Mesh(a=copies, b=2, ranks=ranks[: 2 * copies]), rng.choice(texts))
         specs.append({name: rs.TensorSpec(SHAPE, "float32", layout) for name in "vw"})
-    return rs.plan(*specs, topology=topology, memory=rng.choice((None, 50_000, 2_000)))
+    return rs.plan(*specs, topology=topology, memory=rng.choice((None, 50_000, 5_000)))
 
 
 @pytest.mark.parametrize("listed", [0, 1 << 12])
@@ -104,7 +105,7 @@ def test_links_are_counted_as_every_rank_derives_them(
     """Bytes and messages of every rank inside hosts and between them, with pairs of ranks listed
     or counted by classes of ranks."""
     monkeypatch.setattr(messages, "MAX_LISTED", listed)
-    for number in range(12):
+    for number in range(cases(6, 12)):
         plan = wide_case(Random(f"links {number}"))
         assert plan.topology is not None
         hosts = plan.topology.hosts_of(plan.ranks)
@@ -123,7 +124,7 @@ def test_links_are_counted_as_every_rank_derives_them(
         assert (plan.traffic.links == links).all(), f"case {number}"
 
 
-@pytest.mark.parametrize("first", range(0, 50, 10))
+@pytest.mark.parametrize("first", range(0, cases(30, 50), 10))
 def test_seconds_are_near_the_optimum(first: int) -> None:
     for number in range(first, first + 10):
         rng = Random(number)

@@ -119,3 +119,9 @@ def test_wrong_configs_are_named(change: dict[str, Any], message: str) -> None:
 def test_an_unknown_preset_names_the_nearest() -> None:
     with pytest.raises(RulesError, match='no model "llama3-8b": try llama-3-8b'):
         models.tensors("llama3-8b")
+
+
+def test_a_moe_without_experts_is_dense() -> None:
+    config = models.preset("qwen3-30b-a3b") | {"num_experts": 0, "num_hidden_layers": 1}
+    names = {name for name in models.tensors(config) if ".mlp." in name}
+    assert names == {f"model.layers.0.mlp.{one}_proj.weight" for one in ("gate", "up", "down")}

@@ -119,8 +119,71 @@ def test_every_tensor_is_held_whole_by_all_ranks_together(name: str) -> None:
         model = {
             key: model[key] for key in {re.sub(r"\d", "0", key): key for key in model}.values()
         }
+    numbers = rules_for(name).numbers
     for mesh in map(Mesh.parse, MESHES):
-        check_held(rules_for(name, replicate=" ".join(mesh.axes)), model, mesh)
+        if divides_heads(numbers, mesh.axes.get("tp", 1)):
+            check_held(rules_for(name, replicate=" ".join(mesh.axes)), model, mesh)
+
+
+def divides_heads(numbers: Mapping[str, int | None], tp: int) -> bool:
+    heads, kv_heads = numbers.get("heads"), numbers.get("kv_heads")
+    return heads == kv_heads or not kv_heads or tp % kv_heads == 0 or kv_heads % tp == 0
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *models.PRESETS])
+def test_q_heads_are_on_the_ranks_of_their_kv_heads(name: str) -> None:
+    """Or tp is refused; by the definition: q head i reads kv head i // (heads / kv_heads)."""
+    numbers, model = rules_for(name).numbers, shapes(name)
+    heads, kv_heads = numbers.get("heads"), numbers.get("kv_heads")
+    parts = [next((n for n in model if n.endswith(f".{p}_proj.weight")), None) for p in "qk"]
+    if not (heads and kv_heads and all(parts)):
+        return  # heads of these are fused: the layout of q, k and v is one text
+    for tp in (1, 2, 3, 4, 5, 6, 8, 16):
+        rules = rules_for(name, replicate="tp")
+        if tp > kv_heads and tp % kv_heads:
+            continue
+        if not divides_heads(numbers, tp):
+            with pytest.raises(RulesError, match=f"tp={tp} does not divide kv_heads={kv_heads}"):
+                rules.mesh_for(Mesh(tp=tp))
+            continue
+        for rank in range(tp):
+            q, kv = (
+                held_heads(rules, part, model[part], tp, rank, model[part][0] // number)
+                for part, number in zip(parts, (heads, kv_heads), strict=True)
+            )
+            assert {head // (heads // kv_heads) for head in q} <= kv, (tp, rank)
+
+
+def held_heads(
+    rules: Rules, name: str, shape: tuple[int, ...], tp: int, rank: int, size: int
+) -> set[int]:
+    pieces = rules.layout(name, Mesh(tp=tp), shape).pieces(rank, shape)
+    return {row // size for one in pieces for row in range(one.box.start[0], one.box.stop[0])}
+
+
+def test_ranks_that_get_nothing_of_a_segment_are_told() -> None:
+    rules = Rules.load("phi3", head_dim=4, kv_heads=6, heads=6, mlp_size=8)
+    shapes = {"layers.0.self_attn.qkv_proj.weight": (3 * 6 * 4, 8)}
+    (note,) = rules.notes(rules.layouts(shapes, Mesh(tp=4)), shapes, Mesh(tp=4))
+    assert "1 of 4 ranks along tp hold nothing" in note
+
+
+def test_a_tp_that_may_separate_heads_is_told() -> None:
+    """The number of q heads is not known: they may be as many as the kv heads."""
+    rules, shapes = Rules.load("llama", head_dim=4, kv_heads=8), {"lm_head.weight": (32, 8)}
+    (note,) = rules.notes(rules.layouts(shapes, Mesh(tp=3)), shapes, Mesh(tp=3))
+    assert "tp=3 does not divide kv_heads=8" in note
+    assert not rules.notes(rules.layouts(shapes, Mesh(tp=4)), shapes, Mesh(tp=4))
+
+
+def test_the_numbers_of_a_factor_are_declared() -> None:
+    text = """
+    axes = ["tp", "kv", "rep"]
+    model = { kv_heads = 4 }
+    factor.tp = { into = ["kv", "rep"], at_most = "kv_heads", read_by = "q_heads" }
+    """
+    with pytest.raises(RulesError, match='no "q_heads"'):
+        Rules.parse(text)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

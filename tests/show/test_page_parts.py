@@ -120,7 +120,7 @@ WORDS = st.sampled_from(["w", "b", "q_proj", "k_proj", "gate_up", "0", "1", "2",
 NAMES = st.lists(WORDS, min_size=1, max_size=4).map(".".join)
 
 
-@settings(max_examples=cases(120, 300))
+@settings(max_examples=cases(70, 300))
 @given(st.sets(NAMES, max_size=40))
 def test_patterns_stand_for_exactly_the_names(names: set[str]) -> None:
     found = [name for pattern in name_patterns(sorted(names)) for name in expand(pattern)]
@@ -220,7 +220,7 @@ def test_links_of_a_simple_move() -> None:
     assert check_links(plan) > 0
 
 
-@settings(max_examples=cases(40, 80), derandomize=True, deadline=None)
+@settings(max_examples=cases(25, 80), derandomize=True, deadline=None)
 @given(strategies.cases())
 def test_links_agree_with_the_steps_of_plans(case: Case) -> None:
     try:

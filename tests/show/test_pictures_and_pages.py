@@ -33,7 +33,7 @@ from tests.moves import model_plan
 from tests.show.test_plan_text import side
 from tests.soak import cases
 
-EXAMPLES = settings(max_examples=cases(80, 200), derandomize=True, deadline=None)
+EXAMPLES = settings(max_examples=cases(50, 200), derandomize=True, deadline=None)
 Drawn = tuple[Side, tuple[int, ...]]
 
 GRID = """\
@@ -295,7 +295,7 @@ def test_names_in_a_page_are_escaped() -> None:
     assert json.loads(data[1])["names"] == [[name]]
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=cases(40, 60), derandomize=True, deadline=None)
 @given(strategies.cases())
 def test_every_plan_has_a_page_and_a_trace(case: Case) -> None:
     try:

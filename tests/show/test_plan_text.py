@@ -186,7 +186,7 @@ def test_seconds_and_hosts_need_a_topology() -> None:
     assert "predicted; the bottleneck is host" in text
 
 
-@settings(max_examples=cases(60, 150), derandomize=True, deadline=None)
+@settings(max_examples=cases(35, 150), derandomize=True, deadline=None)
 @given(strategies.cases())
 def test_every_plan_prints(case: Case) -> None:
     try:

@@ -13,6 +13,7 @@ from reshard.cli.options import (
     REPLICATE,
     RULES,
     compare_and_report,
+    replicated,
     with_options,
     with_replicas,
 )
@@ -21,6 +22,7 @@ from reshard.errors import UnfinishedError
 
 if TYPE_CHECKING:
     from reshard.checkpoint.publish.journal import Team
+    from reshard.rules import Rules
 
 __all__ = ["convert", "diff", "inspect", "verify"]
 
@@ -91,7 +93,8 @@ def inspect(
 ))  # fmt: skip
 @click.option("--fsdp", metavar="AXES", help="Axes of the mesh that shard dim 0 further (FSDP).")
 @click.option("--replicate", multiple=True, metavar="AXIS", help=(
-    "An axis of the mesh along which the rules replicate everything, on purpose; may be repeated."
+    "An axis of either mesh along which the rules replicate everything, on purpose; may be "
+    "repeated."
 ))  # fmt: skip
 @click.option(
     "--format", type=click.Choice(["full", "sharded", "distcp", "ranks"]),
@@ -161,14 +164,15 @@ def _convert(src: str, dst: str, team: Team, as_json: bool, words: dict[str, Any
     from reshard.planning.names import read_names
 
     names = words.pop("names")
+    source_rules, replicate = _replicas(words)
     with byte_meter("convert", quiet=not team.leads) as progress:
         report = run(
             src,
             dst,
             layouts=dict(map(_layout, words.pop("layouts"))),
-            replicate=" ".join(words.pop("replicate")) or None,
+            replicate=replicate,
             names=None if names is None else read_names(names),
-            source_rules=words.pop("from_rules"),
+            source_rules=source_rules,
             source_mesh=words.pop("from_mesh"),
             compare_replicas=words.pop("compare"),
             progress=progress,
@@ -178,6 +182,20 @@ def _convert(src: str, dst: str, team: Team, as_json: bool, words: dict[str, Any
     if team.leads:
         print_json("convert", report.to_dict()) if as_json else print(fitted(str(report)))
     return 0
+
+
+def _replicas(words: dict[str, Any]) -> tuple[Rules | str | None, str | None]:
+    """The rules of the source with the axes of ``--replicate`` that its mesh has, and those of the
+    destination."""
+    axes, rules, mesh = words.pop("replicate"), words.pop("from_rules"), words["from_mesh"]
+    if not axes or not rules or not mesh:
+        return rules, " ".join(axes) or None
+    from reshard.layout.mesh import Mesh
+    from reshard.rules import Rules
+
+    wanted = None if words["mesh"] is None else Mesh.parse(words["mesh"])
+    source, target = replicated(axes, [(Mesh.parse(mesh), None), (wanted, words["fsdp"])])
+    return Rules.load(rules, replicate=source), target
 
 
 def _layout(text: str) -> tuple[str, str]:

@@ -51,6 +51,8 @@ def show(
     if model is not None:
         if mesh is None:
             raise ArgumentError('--model needs the ranks: give --mesh, such as --mesh "tp=4"')
+        if rank is not None and layout is None:
+            raise ArgumentError("--rank is about one tensor: name it, such as lm_head.weight")
         found = _of_model(model, layout, Mesh.parse(mesh), as_json)
         if found is None:
             return

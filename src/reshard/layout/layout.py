@@ -196,11 +196,11 @@ class Layout:
 
         return owners(self, box, tuple(shape))
 
-    def same_as(self, other: Layout, shape: Sequence[int]) -> bool:
+    def same_as(self, other: Layout | str, shape: Sequence[int]) -> bool:
         """Whether both shard a tensor of this shape equally, in whatever words."""
         from reshard.layout.spec import fingerprint
 
-        return fingerprint(self, tuple(shape)) == fingerprint(other, tuple(shape))
+        return fingerprint(self, tuple(shape)) == fingerprint(Layout.of(other), tuple(shape))
 
     def _held(self, cuts: Cuts, length: int, coords: Mapping[str, int]) -> list[Interval]:
         try:

@@ -222,7 +222,8 @@ def _as_ranks(ranks: Sequence[int]) -> Sequence[int]:
         return range(ranks[0], ranks[0] + 1) if ranks else ranks
     step = ranks[1] - ranks[0]
     even = range(ranks[0], ranks[-1] + (1 if step > 0 else -1), step)
-    return even if step > 0 and ranks[-1] > ranks[0] and tuple(even) == tuple(ranks) else ranks
+    is_even = step > 0 and ranks[-1] > ranks[0] and tuple(even) == tuple(ranks)
+    return even if is_even else tuple(ranks)
 
 
 def parse_ranks(text: str, where: str) -> Sequence[int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import lcm, prod
 
 import numpy as np
 
@@ -81,10 +81,13 @@ def fingerprint(layout: Layout, shape: tuple[int, ...]) -> bytes:
 
 @sized_cache(16 << 20, lambda _, one, other, shape: one.num_bytes + other.num_bytes)
 def agrees(layout: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
-    """Whether every rank that both layouts speak of holds the same by both."""
+    """Whether every rank that both layouts speak of holds the same by both.
+
+    A layout does not speak of ranks that it is without.
+    """
     if layout == other or layout.same_as(other, shape):
         return True
-    ranks = set(other.ranks)
+    ranks = set(other.ranks).difference(layout.words.without, other.words.without)
     return all(holds_alike(layout, other, rank, shape) for rank in layout.ranks if rank in ranks)
 
 
@@ -173,7 +176,7 @@ def _hash_pieces(hasher: hashlib.blake2b, layout: Layout, shape: tuple[int, ...]
 
 def flat_bucket(
     shapes: Mapping[str, Sequence[int]],
-    mesh: Mesh,
+    mesh: Mesh | str,
     axis: str,
     *,
     align: int = 1,
@@ -195,6 +198,7 @@ def flat_bucket(
     >>> [str(layout) for layout in layouts.values()]
     ['... | flat dp[5,1,0]', '... | flat dp[0,2,0]', '... | flat dp[0,2,5]']
     """
+    mesh = Mesh.of(mesh)
     if axis not in mesh.axes:
         raise LayoutError(
             f'"{axis}" is not an axis of mesh {mesh}: use one of {", ".join(mesh.axes)}'
@@ -208,7 +212,8 @@ def flat_bucket(
         end = start + prod(check_shape(shape))
         ranges[name] = start, end
     num = mesh.axes[axis]
-    share = -(-(-(-end // pad_to) * pad_to) // num)
+    unit = lcm(pad_to, num)
+    share = -(-end // unit) * unit // num
     lows = [number * share for number in range(num)]
     sizes = {
         name: [max(min(stop, low + share) - max(start, low), 0) for low in lows]

@@ -115,8 +115,12 @@ def _joined(
     dim = source.dim
     for part, spec in zip(names, specs, strict=True):
         others = spec.shape[:dim] + spec.shape[dim + 1 :]
-        fits = 0 <= dim < len(want.shape) == len(spec.shape)
-        if not fits or others != want.shape[:dim] + want.shape[dim + 1 :]:
+        if not 0 <= dim < len(want.shape):
+            raise PlanError(
+                f'"{name}" has shape {want.shape} and its sources are joined in dim {dim}: dims '
+                f"count from 0 to {len(want.shape) - 1}"
+            )
+        if len(want.shape) != len(spec.shape) or others != want.shape[:dim] + want.shape[dim + 1 :]:
             raise PlanError(
                 f'"{part}" has shape {spec.shape} and "{name}" has {want.shape}: '
                 f"tensors joined in dim {dim} agree in every other dim"
@@ -165,6 +169,8 @@ def _stacked(
 
 def _taken(name: str, want: TensorSpec, source: Take, part: str, spec: TensorSpec) -> Feed:
     ranges = {dim: (0, size) for dim, size in enumerate(spec.shape)}
+    for dim in dict(source.crop).keys() & dict(source.index).keys():
+        raise PlanError(f'"{name}" crops dim {dim} of "{part}" and takes one index of it: give one')
     for dim, limits in [*source.crop, *((dim, (at, at + 1)) for dim, at in source.index)]:
         if dim not in ranges or not 0 <= limits[0] <= limits[1] <= spec.shape[dim]:
             raise PlanError(

@@ -117,15 +117,20 @@ def plan(
             raise PlanError(
                 f"a plan for one tensor needs its shape, not {shape}: give shape=(rows, columns)"
             )
-        kind = "float32" if dtype is None else dtype
-        have = {ONE: TensorSpec(tuple(shape), str(kind), have)}
-        want = {ONE: TensorSpec(tuple(shape), str(kind), want)}
+        kind: Any = "float32" if dtype is None else dtype
+        have = {ONE: TensorSpec(tuple(shape), kind, have)}
+        want = {ONE: TensorSpec(tuple(shape), kind, want)}
     elif isinstance(have, Layout) or isinstance(want, Layout):
         raise PlanError("plan takes two layouts or two dicts of specs, and got one of each")
     elif shape is not None or dtype is not None:
         raise PlanError("shape= and dtype= are for one tensor: each spec of a dict has its own")
     else:
         for name, spec in (*have.items(), *want.items()):
+            if not isinstance(name, str):
+                raise ArgumentTypeError(
+                    f"the name {name!r} is a {type(name).__name__}: tensors of a plan are named by "
+                    "strings; rs.describe makes them of numbers"
+                )
             if not isinstance(spec, TensorSpec):
                 raise ArgumentTypeError(
                     f"{quoted(str(name))} is a {type(spec).__name__}, and a plan of dicts takes "

@@ -75,6 +75,7 @@ class _Exchanges:
     ranks list the same."""
 
     def __init__(self, plan: Plan) -> None:
+        self._world = plan.world
         self._span = int(plan.world.max(initial=0)) + 1
         self._pairs: list[Ints] = [np.zeros(0, np.int64)]
         self._hashes: list[Ints] = [np.zeros(0, np.int64)]
@@ -83,6 +84,10 @@ class _Exchanges:
         """Add rows that one rank sends (1), or receives (-1)."""
         for rows in lists:
             transfers = rows.transfers
+            for ends in (transfers.source, transfers.destination):
+                if not contained(ends, self._world).all():
+                    outside = ends[~contained(ends, self._world)][0]
+                    raise ProofError(f"rows name rank {outside}, which is not in the plan")
             low = transfers.cells.have_low[transfers.runs.cell]
             table = np.column_stack([_table(transfers), low]).view(np.uint64)
             pair = transfers.source * self._span + transfers.destination

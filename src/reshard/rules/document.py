@@ -62,6 +62,9 @@ class Factor:
     axis: str
     into: tuple[str, str]
     at_most: str
+    read_by: str | None = None
+    """The number of what reads these, such as q heads; if it is another one, the axis must divide
+    ``at_most``, or a rank would lack what it reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +269,10 @@ def _model(table: Mapping[str, Any]) -> tuple[dict[str, int | None], dict[str, s
 
 def _factor(axis: str, value: Any) -> Factor:
     match value:
-        case {"into": [str(first), str(second)], "at_most": str(number), **other} if not other:
-            return Factor(axis, (first, second), number)
+        case {"into": [str(first), str(second)], "at_most": str(number), **other}:
+            readers = other.pop("read_by", None)
+            if not other and isinstance(readers, str | None):
+                return Factor(axis, (first, second), number, readers)
     raise _wrong(
         f"[factor] {quoted(axis)}", value, '{ into = ["kv", "rep"], at_most = "kv_heads" }'
     )
@@ -294,8 +299,9 @@ def _check(document: Document) -> None:
     _known('key "fsdp": axis', document.fsdp, document.axes)
     for factor in document.factors:
         _known("[factor] axis", (factor.axis, *factor.into), document.axes)
-        if factor.at_most not in document.model:
-            raise RulesError(f"[factor] {factor.axis}: [model] has no {quoted(factor.at_most)}")
+        for number in filter(None, (factor.at_most, factor.read_by)):
+            if number not in document.model:
+                raise RulesError(f"[factor] {factor.axis}: [model] has no {quoted(number)}")
     for rule in document.rules:
         with located(f"[tensors] {quoted(rule.pattern.text)}"):
             _check_rule(rule, document)

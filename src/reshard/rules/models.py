@@ -183,7 +183,8 @@ def _mixtral(config: Config, numbers: Mapping[str, int], layer: str, index: int)
 def _qwen_experts(config: Config, numbers: Mapping[str, int], layer: str, index: int) -> Named:
     dense = config.get("mlp_only_layers") or []
     step = number(config, "decoder_sparse_step", 1) or 1
-    if (isinstance(dense, list) and index in dense) or (index + 1) % step:
+    is_dense = (isinstance(dense, list) and index in dense) or (index + 1) % step
+    if is_dense or not numbers["num_experts"]:
         yield from _dense(config, f"{layer}.mlp", number(config, "intermediate_size"))
         return
     yield from _experts(config, numbers, f"{layer}.mlp")

@@ -23,6 +23,7 @@ from reshard.rules.configs import family_of, numbers_of
 from reshard.rules.document import (
     MAX_BYTES,
     Document,
+    Factor,
     families,
     located,
     read,
@@ -218,6 +219,7 @@ class Rules:
             for factor in self.document.factors:
                 at_most, size = self.document.model[factor.at_most], mesh.axes.get(factor.axis, 1)
                 if not at_most or size <= at_most:
+                    _check_readers(self.document, factor, size)
                     continue
                 if size % at_most:
                     raise RulesError(
@@ -284,6 +286,20 @@ class Rules:
         if table is None:
             table = self._tables[mesh] = Table(self.document, self.mesh_for(mesh))
         return table
+
+
+def _check_readers(document: Document, factor: Factor, size: int) -> None:
+    """Refuse an axis that separates kv heads from the q heads that read them."""
+    numbers, number = document.model, factor.at_most
+    at_most, readers = numbers[number], numbers.get(factor.read_by or "")
+    if at_most and readers and at_most % size and readers != at_most:
+        divisors = [one for one in range(1, at_most + 1) if at_most % one == 0]
+        raise RulesError(
+            f"{factor.axis}={size} does not divide {number}={at_most}: ranks would lack some of "
+            f"the {number} that their part of the {readers} {factor.read_by} reads; use "
+            f"{factor.axis}={max(one for one in divisors if one < size)} or "
+            f"{factor.axis}={min(one for one in divisors if one > size)}"
+        )
 
 
 def _read_file(path: str | Path) -> str:

@@ -290,6 +290,13 @@ def factored_axes(document: Document, mesh: Mesh, factored: Mesh) -> Iterator[st
                 f"{second}={copies}, because {factor.at_most} is {groups}: {copies} neighbours "
                 f"hold the same part of what is cut by {first} alone"
             )
+        at_most, size = document.model[factor.at_most], mesh.axes.get(factor.axis, 1)
+        unknown = factor.read_by is not None and document.model[factor.read_by] is None
+        if unknown and at_most and size < at_most and at_most % size:
+            yield (
+                f"warning: {factor.axis}={size} does not divide {factor.at_most}={at_most}: ranks "
+                f"may lack some that they read; give {factor.read_by}= to have this checked"
+            )
 
 
 def idle_ranks(layouts: Mapping[str, Layout], shapes: Mapping[str, Sequence[int]]) -> list[str]:
@@ -311,9 +318,12 @@ def idle_ranks(layouts: Mapping[str, Layout], shapes: Mapping[str, Sequence[int]
 
 
 def _idle(layout: Layout, shape: tuple[int, ...]) -> Iterator[tuple[int, int, tuple[str, ...]]]:
-    """For each dim: how many of how many ranks along which axes get none of its units."""
+    """For each dim and segment: how many ranks along which axes get none of its units."""
     sizes = layout.mesh.axes
-    for length, cuts in zip(shape, layout.dims(shape), strict=True):
+    left = [*zip(shape, layout.dims(shape), strict=True)]
+    for length, cuts in left:
+        packed = [cut for cut in cuts if isinstance(cut, Packed)]
+        left += [(part.size, part.cuts) for cut in packed for part in cut.segments]
         units = [cut for cut in cuts if isinstance(cut, Units) and cut.unit > 1]
         axes = tuple(cut.axis for cut in units)
         places = [*product(*(range(sizes[axis]) for axis in axes))]

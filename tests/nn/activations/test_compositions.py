@@ -37,10 +37,11 @@ from tests.nn.activations.compare import (
 from tests.ranks.meshes import mesh_of
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group
+from tests.soak import cases
 
 
-def compiled(rank: int) -> None:
-    group, x = pool_group(4), numbers(6, HIDDEN)
+def compiled(rank: int, size: int) -> None:
+    group, x = pool_group(size), numbers(6, HIDDEN)
 
     class Plain(nn.Module):
         def __init__(self) -> None:
@@ -65,7 +66,8 @@ def compiled(rank: int) -> None:
 
 
 def test_torch_compile(pool: Pool) -> None:
-    pool.run(compiled, ranks=FOUR)
+    size = cases(2, 4)  # each rank imports the compiler
+    pool.run(compiled, size, ranks=range(size))
 
 
 def autocast(rank: int) -> None:
@@ -104,7 +106,7 @@ def fsdp_and_tp(rank: int) -> None:
         if wrap:
             input_reshard(model, mesh["tp"], 0)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-        for step in range(5):
+        for step in range(cases(2, 5)):
             x = numbers(6, HIDDEN, seed=10 * step + mesh["dp"].get_local_rank())
             optimizer.zero_grad()
             model(x.requires_grad_()).square().mean().backward()

@@ -28,6 +28,7 @@ from tests.nn.activations.compare import (
 )
 from tests.ranks.pool import Pool, fresh_ranks
 from tests.ranks.rank import pool_group
+from tests.soak import cases
 
 
 def other_orders(rank: int) -> None:
@@ -150,7 +151,7 @@ def repeated(rank: int) -> None:
         model = nn.Sequential(MLP(HIDDEN, 64, group), MLP(HIDDEN, 64, group))
         if wrap:
             input_reshard(model, group, 0, modules="*")
-        for _ in range(3):
+        for _ in range(cases(2, 3)):
             losses = [model(x).square().sum() for x in inputs]
             for number in order:
                 losses[number].backward()

@@ -19,7 +19,7 @@ from tests.ranks.rank import pool_group
 from tests.soak import cases
 
 FOUR = range(4)
-VOCABULARY, HIDDEN, STEPS = 96, 64, cases(2, 20)
+VOCABULARY, HIDDEN, STEPS, LAYERS = 96, 64, cases(2, 20), cases(1, 2)
 
 
 def llama(attention: str, tied: bool) -> tuple[Any, Any]:
@@ -29,7 +29,7 @@ def llama(attention: str, tied: bool) -> tuple[Any, Any]:
     config = LlamaConfig(
         hidden_size=HIDDEN,
         intermediate_size=120,
-        num_hidden_layers=2,
+        num_hidden_layers=LAYERS,
         num_attention_heads=8,
         num_key_value_heads=4,
         vocab_size=VOCABULARY,
@@ -61,7 +61,7 @@ def train(rank: int, attention: str, tied: bool) -> list[float]:
     handle = shard_module(model, plan, process_group=pool_group(4))
     parameters = dict(model.named_parameters())
     cut = [name for name, one in parameters.items() if isinstance(one, ShardedTensor)]
-    assert len(cut) == 2 * 7 + (1 if tied else 2)
+    assert len(cut) == LAYERS * 7 + (1 if tied else 2)
     assert all(
         parameters[name].local_tensor().numel() * 4 == parameters[name].numel() for name in cut
     )

@@ -118,9 +118,12 @@ def boxes(rank: int) -> None:
     assert isinstance(module.weight, ShardedTensor)
     assert len(module.weight.local_shards()) == {0: 1, 2: 2}.get(rank, 0)
     assert torch.equal(module.weight.full_tensor(), full)
-    # DTensor cannot express these boxes; elementwise operations and optimizers can do without it.
+    # DTensor cannot express these boxes; linear, elementwise operations and optimizers can do
+    # without it.
     with pytest.raises(RuntimeError, match="reshard"):
-        module(torch.ones(1, 6, dtype=torch.float64))
+        torch.mm(module.weight, torch.ones(6, 1, dtype=torch.float64))
+    found = module(torch.ones(1, 6, dtype=torch.float64)).full_tensor()
+    assert torch.allclose(found, full.sum(1) + module.bias)
     optimizer = torch.optim.SGD([module.weight], lr=0.5)
     (module.weight * 2).full_tensor().sum().backward()
     optimizer.step()
