@@ -34,7 +34,12 @@ def arrays():
 """
 
 OUTCOMES = """
-import multiprocessing
+import multiprocessing, os
+from reshard.cli.demo_live import ENVIRONMENT
+
+# Before torch is imported, which reads the level of its log only then: when the third move fails, the
+# rank that serves the store may end before the others, and torch would warn.
+os.environ.update(ENVIRONMENT)
 from reshard.live import api
 
 # The usual command starts a new process that imports torch, once for each move.
