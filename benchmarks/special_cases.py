@@ -156,7 +156,7 @@ def many(num: int, count: int) -> tuple[Callable[[], rs.Plan], dict[str, Any], d
 
 def large(num: int, quick: bool) -> Iterator[Case]:
     side = 1024 if quick else 4096
-    off = patched(bound, "_are_on_request", lambda: False)
+    off = patched(bound, "are_huge_pages_on_request", lambda: False)
     yield case_of("huge pages: 64 MiB into=", *square(num, side), off, 4)
     rows, columns = rs.Layout(rs.Mesh(x=num), "x -"), rs.Layout(rs.Mesh(x=num), "x~ -")
 
