@@ -28,12 +28,13 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## plan, prove, simulate and run a move of a real model; convert a checkpoint
 	$(PY) -m reshard demo
 
-# Tests start hundreds of processes, which would compile everything where Python may not write. As many
-# jobs as there are cores, each with one thread: ranks of tests fill the cores, and with three jobs on
-# two the run took longer (610 s against 535 s).
+# Tests start hundreds of processes, which would compile everything where Python may not write. A job
+# for each core, each with one thread, and one for the tests that mostly wait (tests/conftest.py): on
+# two cores 391 s instead of 446 s with two jobs. A soak promises times, and has none of these.
+test: JOBS = 3
 test: export OMP_NUM_THREADS = 1
 test: export PYTHONDONTWRITEBYTECODE =
-test: $(READY) ## run the tests (JOBS=2 at a time; ARGS="-k box")
+test: $(READY) ## run the tests (JOBS=3 at a time; ARGS="-k box")
 	$(PY) -m compileall -q src tests
 	$(PY) -m pytest -n $(JOBS) $(ARGS)
 

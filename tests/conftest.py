@@ -13,6 +13,7 @@ import pytest
 from hypothesis.internal.conjecture import providers
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 from tests.processes import collect_rarely
 from tests.soak import soaking
@@ -51,9 +52,11 @@ ONE_WORKER = {
     "tests/show/test_explore.py": "browser",
 }
 """Folders and files whose tests share a pool of ranks, or a browser, and the piece of work that
-they are; the first that fits counts. Tests of failures mostly wait, beside others that work."""
+they are; the first that fits counts."""
 OWN_RANKS = ("broken_peers", "interrupted", "killed", "two_hosts")
 """Files there whose tests start ranks of their own."""
+WAITING = ("failures", *(f"test_{name}.py" for name in OWN_RANKS))
+"""How the names of pieces of work end that mostly wait for timeouts."""
 BY_FILE = ("tests/rules/", "tests/structure/")
 """Folders where tests of a file share what the first of them has parsed or imported."""
 
@@ -82,7 +85,22 @@ def pool() -> Iterator["Pool"]:
 class RanksOnOneWorker(LoadScopeScheduling):
     """Tests that share the pool of ranks are one piece of work, as are those of one file beside
     them; every other test is its own.
+
+    Of three or more workers the last one runs the tests that mostly wait, and no others: beside
+    one worker per core it costs little, and no core is idle while they wait.
     """
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        """Give a worker the first piece of its kind; `LoadScopeScheduling` takes the first."""
+        waits = len(self.nodes) > 2 and node is self.nodes[-1]
+        fits = (name for name in self.workqueue if name.endswith(WAITING) == waits)
+        first = next(fits, None)
+        if first is not None:
+            self.workqueue.move_to_end(first, last=False)
+        elif waits:
+            node.shutdown()
+            return
+        super()._assign_work_unit(node)
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
