@@ -37,8 +37,8 @@ OUTCOMES = """
 import multiprocessing, os
 from reshard.cli.demo_live import ENVIRONMENT
 
-# Before torch is imported, which reads the level of its log only then: when the third move fails, the
-# rank that serves the store may end before the others, and torch would warn.
+# Before torch is imported, which reads the level of its log only then: when the third move fails,
+# the rank that serves the store may end before the others, and torch would warn.
 os.environ.update(ENVIRONMENT)
 from reshard.live import api
 

@@ -169,5 +169,40 @@ def test_a_child_does_not_hide_that_its_parent_died() -> None:
         assert [type(one).__name__ for one in outcomes].count("Returned") == 3, outcomes
 
 
+def move_in_a_child(rank: int, connected: bool) -> Tried:
+    """A child of rank 2 makes the call that its parent makes next."""
+    group, plan = local_group(0, 1, 2, 3), plan_of((16, 64))
+    given = source_of(plan, rank)
+    if connected:
+        plan.run(given, group=group)
+    outcome = Tried("", "", 0.0, 0.0)
+    if rank == BROKEN:
+        receiver, sender = os.pipe()
+        if os.fork() == 0:
+            found = tried(lambda: plan.run(given, group=None if connected else group, timeout=6))
+            if connected:
+                found = tried(lambda: plan.run(given, group=group, timeout=6))
+            os.write(sender, f"{found.kind}|{found.message}|{found.seconds}".encode())
+            os._exit(0)
+        os.close(sender)
+        with os.fdopen(receiver) as answer:
+            kind, message, seconds = answer.read().split("|")
+        os.wait()
+        outcome = Tried(kind, message, 0.0, float(seconds))
+    for number in range(3):
+        moved = plan.run(source_of(plan, rank, number), group=group, timeout=6)
+        assert moved["tensor"].flatten()[0] == number + 16 * rank
+    dist.destroy_process_group(group)
+    return outcome
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_a_forked_child_is_no_rank(four: Pool, connected: bool) -> None:
+    child = four.run(move_in_a_child, connected)[BROKEN]
+    assert child.kind == "LiveError"
+    assert "was forked from a rank" in child.message
+    assert child.seconds < within(1.0)
+
+
 def test_no_file_is_made() -> None:
     assert not [path for path in Path("/dev/shm").iterdir() if "reshard" in path.name]

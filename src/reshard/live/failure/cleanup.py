@@ -27,6 +27,8 @@ from reshard.live.session.session import (
     Session,
     Ticket,
     all_connections,
+    is_inherited,
+    leave_in_child,
     open_tickets,
     session_of,
     sessions,
@@ -175,7 +177,7 @@ def _intended_session(ticket: Ticket) -> Session | None:
             ranks = set(ticket.ranks())
     if not ranks or not ranks <= members:
         ranks = members
-    is_one = len(ranks) > 1 and dist.get_rank() in ranks
+    is_one = len(ranks) > 1 and dist.get_rank() in ranks and not is_inherited(group)
     return session_of(group, sorted(ranks)) if is_one else None
 
 
@@ -223,12 +225,8 @@ def _leave_at_exit() -> None:
 
 
 def _leave_in_child() -> None:
-    """Close the sockets in a forked process, so that peers notice when its parent ends."""
     _thread.clear()
-    open_tickets.clear()
-    for connections in all_connections():
-        for link in connections.mailbox.sockets.values():
-            link.close()  # without locks, whose holders do not exist here
+    leave_in_child()
 
 
 os.register_at_fork(after_in_child=_leave_in_child)

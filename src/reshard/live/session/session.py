@@ -26,7 +26,10 @@ from reshard.live.session.rendezvous import CONNECTED, Connections, Rendezvous, 
 from reshard.live.session.store import OwnedLock, Store, UndecidedError, Worker, own_connection
 from reshard.text import count, log
 
-__all__ = ["Session", "Ticket", "all_connections", "open_tickets", "session_of", "sessions"]
+__all__ = [
+    "Session", "Ticket", "all_connections", "is_inherited", "leave_in_child", "open_tickets",
+    "session_of", "sessions",
+]  # fmt: skip
 
 TURN_PAUSE = 0.002
 """Seconds between two checks whether earlier calls have connected the session or given up."""
@@ -259,12 +262,52 @@ _sessions: weakref.WeakKeyDictionary[dist.ProcessGroup, Sessions] = weakref.Weak
 _registering = OwnedLock()
 
 
+_inherited: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Session]]
+_inherited = weakref.WeakKeyDictionary()
+"""Process groups, and their sessions, that belong to the process which forked this one."""
+
+
+class _LockOfParent(OwnedLock):
+    """The lock of an inherited session: every call takes a number first, and raises here."""
+
+    def __enter__(self) -> None:
+        raise LiveError(
+            "this process was forked from a rank and shares its connections, so it is no rank "
+            "itself: call in the parent, or start the process by spawn and let it join a group"
+        )
+
+
+def is_inherited(group: dist.ProcessGroup) -> bool:
+    """Whether a group belongs to the process that forked this one."""
+    return group in _inherited
+
+
+def leave_in_child() -> None:
+    """In a forked process: close the sockets, so that peers notice when the parent ends.
+
+    Calls raise here. On connections that two processes share, their messages would be mixed up.
+    """
+    world: Any = getattr(dist.distributed_c10d, "_world", None)  # private to torch: all its groups
+    for group in {*_sessions, *getattr(world, "pg_map", ())}:
+        of_group = _sessions.get(group, {})
+        for session in of_group.values():
+            session.lock = _LockOfParent()
+            if session.connections is not None:
+                for link in session.connections.mailbox.sockets.values():
+                    link.close()  # without locks, whose holders do not exist here
+        _inherited.setdefault(group, []).extend(of_group.values())
+        of_group.clear()
+    open_tickets.clear()
+
+
 def session_of(group: dist.ProcessGroup, ranks: Sequence[int]) -> Session:
     """The session of these ranks; it connects them only when a call needs that."""
     of_group = _sessions.get(group)
     session = None if of_group is None else of_group.get(tuple(ranks))
     if session is not None:
         return session
+    if is_inherited(group):
+        _LockOfParent().__enter__()
     members = dist.get_process_group_ranks(group)
     outside = sorted(set(ranks) - set(members))
     if outside:
