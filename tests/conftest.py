@@ -55,8 +55,8 @@ ONE_WORKER = {
 they are; the first that fits counts."""
 OWN_RANKS = ("broken_peers", "interrupted", "killed", "two_hosts")
 """Files there whose tests start ranks of their own."""
-WAITING = ("failures", *(f"test_{name}.py" for name in OWN_RANKS))
-"""How the names of pieces of work end that mostly wait for timeouts."""
+WAITING = ("failures", *(f"test_{name}.py" for name in (*OWN_RANKS, "stand_in_moves", "demo")))
+"""What the names of pieces of work contain that mostly wait, for timeouts or for processes."""
 BY_FILE = ("tests/rules/", "tests/structure/")
 """Folders where tests of a file share what the first of them has parsed or imported."""
 
@@ -93,7 +93,7 @@ class RanksOnOneWorker(LoadScopeScheduling):
     def _assign_work_unit(self, node: WorkerController) -> None:
         """Give a worker the first piece of its kind; `LoadScopeScheduling` takes the first."""
         waits = len(self.nodes) > 2 and node is self.nodes[-1]
-        fits = (name for name in self.workqueue if name.endswith(WAITING) == waits)
+        fits = (name for name in self.workqueue if any(w in name for w in WAITING) == waits)
         first = next(fits, None)
         if first is not None:
             self.workqueue.move_to_end(first, last=False)

@@ -14,7 +14,7 @@ import hashlib
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -267,14 +267,18 @@ _inherited = weakref.WeakKeyDictionary()
 """Process groups, and their sessions, that belong to the process which forked this one."""
 
 
+def _refuse_in_child() -> NoReturn:
+    raise LiveError(
+        "this process was forked from a rank and shares its connections, so it is no rank itself: "
+        "call in the parent, or start the process by spawn and let it join a group"
+    )
+
+
 class _LockOfParent(OwnedLock):
     """The lock of an inherited session: every call takes a number first, and raises here."""
 
     def __enter__(self) -> None:
-        raise LiveError(
-            "this process was forked from a rank and shares its connections, so it is no rank "
-            "itself: call in the parent, or start the process by spawn and let it join a group"
-        )
+        _refuse_in_child()
 
 
 def is_inherited(group: dist.ProcessGroup) -> bool:
@@ -307,7 +311,7 @@ def session_of(group: dist.ProcessGroup, ranks: Sequence[int]) -> Session:
     if session is not None:
         return session
     if is_inherited(group):
-        _LockOfParent().__enter__()
+        _refuse_in_child()
     members = dist.get_process_group_ranks(group)
     outside = sorted(set(ranks) - set(members))
     if outside:
