@@ -58,7 +58,7 @@ def figures(tree: Path, script: str, arguments: list[str]) -> Figures:
     if text.lstrip().startswith('{\n  "machine"') or '"cases"' in text:
         rows = json.loads(text)["cases"]
     else:
-        rows = [json.loads(line) for line in text.splitlines()]
+        rows = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     found: Figures = {}
     for row in rows:
         name = row.get("name") or row.get("case")
@@ -66,7 +66,8 @@ def figures(tree: Path, script: str, arguments: list[str]) -> Figures:
             values = row.get(kind, {})
             for who, value in (values if isinstance(values, dict) else {"": values}).items():
                 found[name, who, kind] = float(value)
-        plain = {key: value for key, value in row.items() if key.endswith("_s")}
+        limits = ("target_s",)
+        plain = {k: v for k, v in row.items() if k.endswith("_s") and v and k not in limits}
         found |= {(name, key, "cpu_seconds"): float(value) for key, value in plain.items()}
     return found
 
