@@ -51,6 +51,14 @@ __all__ = [
 ]  # fmt: skip
 
 
+def require_type(value: object, kind: type, what: str, advice: str) -> None:
+    """Refuse an argument of another type; the advice says what to give."""
+    if not isinstance(value, kind):
+        is_short = value is None or isinstance(value, int | float | str | bytes)
+        shown = f"{value!r:.60}" if is_short else f"a value of type {type(value).__name__}"
+        raise ArgumentTypeError(f"{what} got {shown}: {advice}")
+
+
 @contextmanager
 def needing_torch(what: str) -> Iterator[None]:
     """Turn a failed import of torch into one line that says what needs it and how to get it."""

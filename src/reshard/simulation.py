@@ -21,7 +21,7 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from reshard.dtypes import accumulator, cast, itemsize, reduce_in_order, storage_dtype
-from reshard.errors import PlanError
+from reshard.errors import PlanError, require_type
 from reshard.layout.box import Box
 from reshard.layout.boxlist import LocalPieces
 from reshard.layout.spec import TensorSpec
@@ -60,6 +60,8 @@ def simulate(plan: Plan, arrays: Arrays, *, report: bool = False) -> Any:
 
     Dtypes that numpy lacks are arrays of unsigned integers of the same size.
     """
+    require_type(plan, Plan, "simulate()", "give a plan, as rs.plan makes, and arrays by rank")
+    require_type(arrays, Mapping, "the arrays to simulate", "give {rank: {name: array}}")
     machines = {rank: _Machine(plan, rank, arrays.get(rank, {})) for rank in plan.ranks}
     counts = SimulationReport(num_rounds=plan.num_rounds)
     for number in range(plan.num_rounds):

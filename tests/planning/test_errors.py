@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import reshard as rs
+from reshard.rules import Rules
 from tests.moves import check_move
 
 MESH = rs.Mesh(dp=2, tp=4)
@@ -162,6 +163,28 @@ BAD: list[tuple[str, Callable[[], object], type[rs.ReshardError], tuple[str, ...
      rs.TopologyError, ("rank 3", "add it")),
     ("hosts without ranks", lambda: rs.Topology(ranks_per_host=0), rs.TopologyError,
      ("0", "at least 1")),
+    ("one lost rank", lambda: layout("tp -").without(1), rs.ArgumentTypeError,
+     ("got 1", "without([3])")),
+    ("a shape that is a number", lambda: rs.plan(layout("tp"), layout("tp"), shape=2.5),
+     rs.PlanError, ("2.5", "shape=")),
+    ("names that are no dict", lambda: rs.plan({NAME: spec("tp")}, {}, names="x"),
+     rs.ArgumentTypeError, ("names= got 'x'", "give a dict")),
+    ("several ranks", lambda: plan("tp -", "- tp").for_rank([0]), rs.ArgumentTypeError,
+     ("for_rank()", "of type list", "the number of a rank")),
+    ("a crop without a dim", lambda: rs.take("w", crop=3), rs.ArgumentTypeError,
+     ("crop= got 3", "crop={0: (0, 4)}")),
+    ("a crop without a stop", lambda: rs.take("w", crop={0: 3}), rs.ArgumentTypeError,
+     ("crop= got 3", "crop={0: (0, 4)}")),
+    ("a crop of three", lambda: rs.take("w", crop={0: (0, 1, 2)}), rs.PlanError,
+     ("(0, 1, 2)", "a start and a stop")),
+    ("padding without a dim", lambda: rs.take("w", pad=[1]), rs.ArgumentTypeError,
+     ("pad= got", "of type list", "pad={0: 16}")),
+    ("no plan to simulate", lambda: rs.simulate(None, {}), rs.ArgumentTypeError,
+     ("got None", "rs.plan")),
+    ("arrays of no rank", lambda: rs.simulate(plan("tp -", "- tp"), [1]), rs.ArgumentTypeError,
+     ("of type list", "{rank: {name: array}}")),
+    ("a config that is no dict", lambda: Rules.load("llama", config=3), rs.ArgumentTypeError,
+     ("config= got 3", "config.json", "to_dict()")),
 ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from importlib import import_module
 from math import prod
 from typing import Any
 
-from reshard.errors import FormatError, LayoutError, NotationError, ReshardError
+from reshard.errors import FormatError, LayoutError, NotationError, ReshardError, require_type
 from reshard.layout.box import (
     Box,
     Interval,
@@ -133,6 +133,7 @@ class Layout:
 
     def without(self, ranks: Iterable[int]) -> Layout:
         """The same layout after these ranks are lost."""
+        require_type(ranks, Iterable, "without()", "give the lost ranks, as layout.without([3])")
         lost = tuple(sorted({*self.words.without, *ranks}))
         return Layout(self.mesh, replace(self.words, without=lost))
 

@@ -185,7 +185,10 @@ class Mesh:
 
 def _whole(size: object) -> int:
     """A number of any kind of integer as an int; others as they are, to be refused."""
-    return index(size) if hasattr(size, "__index__") and size is not True else size  # type: ignore[return-value]
+    try:
+        return index(size) if size is not True else size  # type: ignore[arg-type]
+    except TypeError:
+        return size  # type: ignore[return-value]
 
 
 def _rank(rank: object) -> int:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from reshard.errors import ReshardError
+from reshard.errors import ReshardError, require_type
 from reshard.live.call import Call
 from reshard.live.compiled import compiled_plan
 from reshard.live.failure.cleanup import abandon, with_ticket
@@ -45,6 +45,9 @@ def check(group: dist.ProcessGroup | None = None) -> None:
     Such moves only enqueue work. This does not wait for the work: it raises what is known so far,
     and what no call has raised yet.
     """
+    if group is not None:
+        advice = "give a process group of torch.distributed, as new_group makes"
+        require_type(group, dist.ProcessGroup, "check(group)", advice)
     for connections in all_connections(group):
         in_flight = connections.existing(InFlight)
         if in_flight is not None:

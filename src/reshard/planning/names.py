@@ -30,13 +30,13 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from reshard.errors import FormatError, PlanError, ReshardError
+from reshard.errors import FormatError, PlanError, ReshardError, require_type
 from reshard.text import quoted
 
 __all__ = [
@@ -112,6 +112,13 @@ def take(
     >>> take("embed", pad={0: 128512})
     Take(name='embed', crop=(), index=(), pad=((0, 128512),))
     """
+    advice = "give a dict by dim, as crop={0: (0, 4)}, index={0: 3} or pad={0: 16}"
+    for what, by_dim in (("crop=", crop), ("index=", index), ("pad=", pad)):
+        require_type({} if by_dim is None else by_dim, Mapping, what, advice)
+    for part in (crop or {}).values():
+        require_type(part, Sequence, "crop=", advice)
+        if len(part) != 2:
+            raise PlanError(f"crop= got {part}: give a start and a stop, as crop={{0: (0, 4)}}")
     crops = tuple(sorted((dim, (lo, hi)) for dim, (lo, hi) in (crop or {}).items()))
     one, longer = (tuple(sorted((by_dim or {}).items())) for by_dim in (index, pad))
     return Take(name, crops, one, longer)

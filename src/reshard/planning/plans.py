@@ -14,14 +14,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, cached_property
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex, TypedDict, Unpack
 
 import numpy as np
 
-from reshard.errors import ArgumentTypeError, FormatError, PlanError, ReshardError, needing_torch
+from reshard.errors import (
+    ArgumentTypeError,
+    FormatError,
+    PlanError,
+    ReshardError,
+    needing_torch,
+    require_type,
+)
 from reshard.layout.columns import Ints, distinct
 from reshard.layout.layout import Layout
 from reshard.layout.spec import TensorSpec, fingerprint
@@ -113,7 +120,7 @@ def plan(
     have = have if isinstance(have, Mapping) else Layout.of(have)
     want = want if isinstance(want, Mapping) else Layout.of(want)
     if isinstance(have, Layout) and isinstance(want, Layout):
-        if shape is None or isinstance(shape, int):
+        if not isinstance(shape, Iterable):
             raise PlanError(
                 f"a plan for one tensor needs its shape, not {shape}: give shape=(rows, columns)"
             )
@@ -140,6 +147,8 @@ def plan(
     cap = DEFAULT_MEMORY if memory is None else parse_bytes(memory)
     if topology is not None and not isinstance(topology, Topology):
         topology = Topology.load(topology)
+    if names is not None:
+        require_type(names, Mapping, "names=", 'give a dict, as {"qkv": rs.join("q", "k", "v")}')
     return Plan(have, want, names=names or {}, memory=cap, topology=topology, strict=strict)
 
 
@@ -220,6 +229,7 @@ class Plan:
 
     def for_rank(self, rank: int) -> RankPlan:
         """What one rank sends, receives and copies; derived without the others."""
+        require_type(rank, SupportsIndex, "for_rank()", "give the number of a rank")
         if rank not in self.world:
             return RankPlan.of(rank, (), (), ())
         key = (rank, self.flows, self.schedule)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import RulesError
+from reshard.errors import RulesError, require_type
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.rules.configs import family_of, numbers_of
@@ -75,6 +75,8 @@ class Rules:
         """
         if source is None and config is None:
             raise RulesError(f"no rules: name a file or one of {', '.join(families())}, or config=")
+        advice = "give the dict of a config.json; a config of transformers has to_dict()"
+        require_type({} if config is None else config, Mapping, "config=", advice)
         source = family_of(config or {}) if source is None else source
         if not isinstance(source, str | Path):
             raise RulesError(f"rules {source!r} are no text and no path: name a family or a file")

@@ -140,8 +140,8 @@ def _local_tensors(
     plan: Plan, tensors: Mapping[Any, Any], into: Mapping[Any, Any] | None
 ) -> tuple[Tensors, Tensors | None, Complete | None]:
     """The local tensors of both sides, and what completes the move of those of ``into``."""
-    for what, given in (("to move", tensors), ("into=", into)):
-        if given is not None and not isinstance(given, Mapping):
+    for what, given in (("to move", tensors), ("into=", {} if into is None else into)):
+        if not isinstance(given, Mapping):
             raise TensorError(
                 f"the tensors {what} are a {type(given).__name__}: give a dict of this rank's "
                 "tensors by name; rs.move takes one tensor"
