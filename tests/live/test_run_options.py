@@ -234,3 +234,19 @@ def misspelt_at_rest(rank: int) -> None:
 
 def test_an_option_that_does_not_exist(pool: Pool) -> None:
     pool.run(misspelt_at_rest, ranks=FOUR)
+
+
+def run_with_default_device(rank: int, transport: str) -> None:
+    """torch.set_default_device is for the caller's tensors; staging is in the host's memory."""
+    full = mixed((16, 12))
+    have, want = specs(full, HAVE), specs(full, WANT)
+    with torch.device("meta"):
+        moved = rs.plan(have, want).run(
+            locals_of(full, have, rank), transport=transport, timeout=20
+        )
+    same_bits(moved, locals_of(full, want, rank))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_default_device(pool: Pool, transport: str) -> None:
+    pool.run(run_with_default_device, transport, ranks=FOUR)

@@ -80,7 +80,7 @@ class GlooHellos:
         data = encode(hello)
         for peer in peers:
             own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            theirs = torch.empty(len(data), dtype=torch.uint8)
+            theirs = torch.empty(len(data), dtype=torch.uint8, device="cpu")
             self._kept += [own, theirs]
             index = self.index(peer)
             send = self.group.send(index, own, self.tag)
@@ -198,7 +198,8 @@ class GlooTransport(Transport):
 
     def _begin_receiving(self, peer: int, number: int, message: CompiledMessage) -> int:
         size = message.message.staged_bytes
-        buffer = self._group.take_buffer(size) if size else torch.empty(0, dtype=torch.uint8)
+        empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+        buffer = self._group.take_buffer(size) if size else empty
         tensors = ([buffer[:size]] if size else []) + self._pieces(message.message, False)
         index, tag = self._hellos.index(peer), self._hellos.tag
         self._arrivals[peer, number] = buffer

@@ -208,7 +208,7 @@ class GlooGroup:
                 return
             self.cut_because = cause
         # gloo cuts all connections when a wait times out. No rank sends with this tag.
-        nothing = torch.empty(1, dtype=torch.uint8)
+        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
         wait = self.receive((self._index + 1) % self._size, nothing, UNUSED_TAG)
         with contextlib.suppress(RuntimeError):
             wait(timedelta(milliseconds=1))
@@ -221,7 +221,7 @@ class GlooGroup:
                 best = min(fitting, key=torch.Tensor.numel)
                 self.buffers = [one for one in self.buffers if one is not best]
                 return best
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def give_back_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
         """Keep buffers for the next call, the largest first, up to a limit."""
