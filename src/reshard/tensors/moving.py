@@ -334,7 +334,8 @@ def _move_to_mesh(
     )
     if is_dtensor(tensor) and tensor.device_mesh == target[0]:
         moved = module.redistribute(ticket, tensor, how, into)
-        if request.into is None and not moved.requires_grad:
+        # A repeated move has no have=, which may name ranks outside the mesh.
+        if request.have is None and request.into is None and not moved.requires_grad:
             module.remember(tensor, how, moved)
         return moved
     device = request.device or target[0].device_type

@@ -131,3 +131,21 @@ def test_flattened_mesh(pool: Pool) -> None:
     assert [tried for _, tried in told] == [10] * 4 + [0] * 4
     if torch.__version__.startswith("2.13"):
         assert not any(right for right, _ in told[:4]), "this test no longer shows the defect"
+
+
+def with_replicas_then_without(rank: int) -> None:
+    """The second move is one of the mesh alone, though the first had the same placements."""
+    mesh, full = DeviceMesh("cpu", [0, 2]), numbered(8, 6)
+    have, to = rs.Layout.parse("dp=2 tp=2: dp -"), (mesh, [Replicate()])
+    local = full.chunk(2)[rank // 2].clone()
+    if rank in (1, 3):
+        rs.move(local, have, to=to, shape=full.shape)
+        return
+    tensor = DTensor.from_local(local, mesh, [Shard(0)])
+    assert torch.equal(rs.move(tensor, have, to=to).to_local(), full)
+    # Without an option: only such moves are kept for a repetition.
+    assert torch.equal(rs.move(tensor, to=to).to_local(), full)
+
+
+def test_a_move_after_one_with_replicas_on_other_ranks(pool: Pool) -> None:
+    pool.run(with_replicas_then_without, ranks=range(4))
