@@ -158,7 +158,7 @@ def attach(source: Tensor | None, leaf: Tensor | None, moved: Tensor, backward: 
     if source is not None:
         leaf = source
     elif leaf is None:
-        leaf = torch.zeros(0, device=backward.device, requires_grad=True)
+        leaf = torch.zeros(0, device=backward.device or "cpu", requires_grad=True)
     # In a list, so that autograd takes it for a new tensor: an argument that is returned becomes a
     # view of that argument, and in-place writes to it raise. A result that shares the source's
     # memory stays such a view.

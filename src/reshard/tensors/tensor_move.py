@@ -146,7 +146,7 @@ class TensorMove:
             raise TensorError(NOT_INTO)
         device = device if local is None else local.device
         if moved is None:
-            moved = torch.zeros(0, dtype=getattr(torch, self.cast), device=device)
+            moved = torch.zeros(0, dtype=getattr(torch, self.cast), device=device or "cpu")
         backward = self._backward(grad, ticket.group, options, device)
         return attach(local, leaf, moved, backward)
 
@@ -198,7 +198,7 @@ class TensorMove:
         if shapes is None:
             return None
         if local is None and not prod(shapes[0]):
-            local = torch.empty(shapes[0], dtype=getattr(torch, self.dtype))
+            local = torch.empty(shapes[0], dtype=getattr(torch, self.dtype), device="cpu")
         # The engine refuses a tensor of another shape.
         if local is None or local.shape != shapes[0]:
             return None

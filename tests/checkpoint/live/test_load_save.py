@@ -590,3 +590,27 @@ def test_a_save_that_was_killed_is_forgotten(tmp_path: Path) -> None:
     (left / "request.json").write_text('{"fingerprint": "x"}')
     with pytest.raises(TargetError, match="unfinished conversion"):
         checkpoint.save({"a": torch.ones(3)}, target, overwrite=True)
+
+
+def load_with_default_device(rank: int, folder: str) -> int:
+    """torch.set_default_device is for the caller's tensors; buffers are in the host's memory."""
+    mesh, full = mesh_of(4), torch.arange(48.0).reshape(8, 6)
+    with torch.device("meta"):
+        checkpoint.save(
+            {"w": distribute_tensor(full, mesh, [Shard(0)])}, folder, group=pool_group(4)
+        )
+        dist.barrier(pool_group(4))
+        number = 0
+        for placement in (Shard(0), Shard(1), Replicate()):
+            for kind in (torch.float32, torch.float64):
+                into = distribute_tensor(torch.zeros_like(full, dtype=kind), mesh, [placement])
+                checkpoint.load(folder, into={"w": into}, cast=True, group=pool_group(4))
+                found = into.redistribute(placements=[Replicate()]).to_local()
+                assert torch.equal(found, full.to(kind)), (placement, kind)
+                number += 1
+    return number
+
+
+def test_a_default_device(pool: Pool, tmp_path: Path) -> None:
+    found = pool.run(load_with_default_device, str(tmp_path / "saved"), ranks=range(4))
+    assert found == [6] * 4

@@ -356,6 +356,6 @@ class DirectReader:
             self.source.count(size)
         else:
             for part in task.split(STAGED):
-                staged = torch.empty(part.piece.box.shape, dtype=kind)
+                staged = torch.empty(part.piece.box.shape, dtype=kind, device="cpu")
                 self._read(part._replace(into=staged), mapped)
                 part.into.copy_(staged)

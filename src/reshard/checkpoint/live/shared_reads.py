@@ -254,7 +254,7 @@ class SharedReads:
         for share in batch.shares:
             if boxes := tuple(share.boxes.get(self._agreement.rank, ())):
                 kind: torch.dtype = getattr(torch, self._requests[share.name].transfer.have)
-                local = torch.empty(sum(box.size for box in boxes), dtype=kind)
+                local = torch.empty(sum(box.size for box in boxes), dtype=kind, device="cpu")
                 found.append(ShareData(share, boxes, local))
         tasks = [(one, box, part) for one in found for box, part in one.parts()]
         workers = LOCAL_WORKERS if self._source.storage.is_local else REMOTE_WORKERS

@@ -132,7 +132,7 @@ class Region:
     def offload(self) -> None:
         """Copy the bytes to the host on a side stream, and free them on the device."""
         memory, size = self.memory, self.memory.numel()
-        host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        host = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
         stream = _side_stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
@@ -260,7 +260,7 @@ def _alias_without_memory(tensor: torch.Tensor) -> torch.Tensor:
     (0, True)
     """
     alias = tensor.detach()
-    empty = torch.empty(0, dtype=tensor.dtype)
+    empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
     if isinstance(alias, DTensor):
         alias._local_tensor = empty
     else:

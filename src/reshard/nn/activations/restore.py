@@ -110,7 +110,7 @@ class Restorer:
         sizes = tuple((one.num_bytes, one.unit) for one in regions)
         device = regions[0].device if regions else default_device(self.group)
         tensors = {name: one.memory for name, one in zip(names, regions, strict=True)}
-        tensors[NUMBERS] = torch.tensor(numbers, dtype=torch.int64).to(device)
+        tensors[NUMBERS] = torch.tensor(numbers, dtype=torch.int64, device=device)
         exchanged = (names, sizes, len(numbers))
         plan = self._plans.get(exchanged)
         if plan is None:

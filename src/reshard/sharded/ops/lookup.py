@@ -91,7 +91,8 @@ class _Lookup:
 
         Each row is there once, in rising order.
         """
-        content, problem, rows = self.weight._content, None, torch.empty(0, dtype=torch.int64)
+        content, problem = self.weight._content, None
+        rows = torch.empty(0, dtype=torch.int64, device="cpu")
         try:
             rows = self._checked_rows()
         except Exception as error:
@@ -137,7 +138,7 @@ class _Lookup:
             if bias is not None:
                 like.append(torch.empty(bias.shape, dtype=bias.dtype, device="meta"))
             F.linear(self.named["input"].detach().to("meta"), *like)
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         index = self.named["input"]
         rows: torch.Tensor = torch.unique(index)
         if len(rows) and not (int(rows[0]) >= 0 and int(rows[-1]) < shape[0]):
@@ -155,7 +156,7 @@ class _Lookup:
     def on_rows(self, rows: torch.Tensor, differ: bool) -> torch.Tensor:
         """The result for this rank's inputs, computed with the needed rows."""
         if self.func is F.linear:
-            bias, every = self.named["bias"], torch.arange(self.weight.shape[0])
+            bias, every = self.named["bias"], torch.arange(self.weight.shape[0], device="cpu")
             if isinstance(bias, ContentTensor):
                 bias = rows_of(bias, every, differ)
             return F.linear(self.named["input"], rows_of(self.weight, every, differ), bias)

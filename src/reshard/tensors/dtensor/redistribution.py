@@ -132,7 +132,8 @@ class Redistribution:
         kind: torch.dtype = getattr(torch, self.result or self.move.cast)
         if mesh.get_coordinate() is None:
             self._move(ticket, None, None, grad)
-            return dtensor_with(torch.empty(0, dtype=kind), self.target, tensor, self.reading)
+            empty = torch.empty(0, dtype=kind, device="cpu")
+            return dtensor_with(empty, self.target, tensor, self.reading)
         local = dtensor_local(tensor, self._local_shape())
         if local is not None and self.sent is not None:
             local = local.to(self.sent)
