@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from reshard import Layout, Mesh, OperationError
-from reshard.sharded import LayoutShardingSpec
+from reshard.sharded import LayoutShardingSpec, ShardedTensor
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group
 from tests.sharded.specs_and_values import (
@@ -144,3 +144,31 @@ def several_results_into_plain_tensors(rank: int) -> None:
 
 def test_several_results_go_into_plain_tensors(pool: Pool) -> None:
     pool.run(several_results_into_plain_tensors, ranks=FOUR)
+
+
+def without_elements_on_a_rank(rank: int) -> None:
+    for rows in (1, 2, 7):
+        full, row = values(rows, 9), torch.arange(9.0, dtype=F64)
+        x = ShardedTensor.from_dtensor(sharded(full, chunk(0)).to_dtensor(), pool_group(4))
+        x.add_(row)
+        x.t().mul_(row[:, None])
+        check_close(x, (full + row) * row)
+
+
+def test_a_row_is_added_also_if_a_rank_has_no_elements(pool: Pool) -> None:
+    pool.run(without_elements_on_a_rank, ranks=FOUR)
+
+
+def several_sharded_results(rank: int) -> None:
+    full = values(7, 9)
+    for spec in specs(7, 9).values():
+        mantissa = sharded(torch.zeros(7, 9, dtype=F64), spec)
+        exponent = sharded(torch.zeros(7, 9, dtype=torch.int32), chunk(1))
+        found = torch.frexp(sharded(full, chunk(0)), out=(mantissa, exponent))
+        assert found[0] is mantissa
+        for one, wanted in zip((mantissa, exponent), torch.frexp(full), strict=True):
+            check_close(one, wanted)
+
+
+def test_each_of_several_results_is_written(pool: Pool) -> None:
+    pool.run(several_sharded_results, ranks=FOUR)

@@ -182,11 +182,11 @@ def run(func: Op, args: Args, kwargs: Kwargs) -> Value:
         return map_nested(lambda one: run(aten.clone.default, (one,), {}), viewed)
     if is_loss(func):
         return run_loss(func, args, kwargs, run)
-    if is_elementwise(func):
+    targets = written(func, args, kwargs)
+    if is_elementwise(func) and len(targets) < 2:
         return run_elementwise(func, args, kwargs)
     if is_on_lists(func):
         return run_on_lists(func, args, kwargs, run)
-    targets = written(func, args, kwargs)
     if targets or _needs_whole(func, args):
         return _run_whole(func, args, kwargs, targets)
     return run_in_dtensor(func, args, kwargs)

@@ -202,12 +202,15 @@ def _content_of(tensor: DTensor, group: Group) -> Content:
 def run_in_dtensor(func: Op, args: Args, kwargs: Kwargs) -> Value:
     """Run an operation with DTensors, for contents of one group."""
     first = first_content(args, kwargs)
-    mesh = _mesh_of(first)
+    mesh, targets = _mesh_of(first), written(func, args, kwargs)
     sources: list[tuple[DTensor, Content]] = []
 
     def lend(value: object) -> object:
         if isinstance(value, Content):
-            dtensor = _dtensor_from(_prepared(func, value, mesh), mesh)
+            prepared = _prepared(func, value, mesh)
+            if prepared is not value and any(value is one for one in targets):
+                raise OperationError("it would write into a copy, because a rank has no elements")
+            dtensor = _dtensor_from(prepared, mesh)
             sources.append((dtensor, value))
             return dtensor
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):

@@ -82,12 +82,9 @@ def run_elementwise(func: Op, args: Args, kwargs: Kwargs) -> Value:
     tensors = [value for value in values if isinstance(value, torch.Tensor | Content)]
     targets = written(func, args, kwargs)
     like = targets[0] if targets else _widest(tensors)
-    # DTensor broadcasts without gathering.
-    if (
-        like is None
-        or like.layout.reduce
-        or (like.mesh and not {tuple(one.shape) for one in tensors} <= {like.shape, ()})
-    ):
+    # DTensor broadcasts without gathering, but may write into a copy.
+    same_shape = {tuple(one.shape) for one in tensors} <= {like.shape, ()} if like else False
+    if like is None or like.layout.reduce or (like.mesh and not same_shape and not targets):
         return run_in_dtensor(func, args, kwargs)
     operands = [_parts_like(value, like) for value in args]
     named = {name: _parts_like(value, like) for name, value in kwargs.items()}
