@@ -203,3 +203,16 @@ def products(rank: int) -> list[str]:
 def test_a_refused_product_says_why(pool: Pool) -> None:
     told = pool.run(products, ranks=FOUR)
     assert all(one == told[0] for one in told)
+
+
+def truth_of_bytes(rank: int) -> None:
+    full = (torch.arange(20).reshape(5, 4) % 3).to(torch.uint8)
+    for spec in specs(5, 4).values():
+        x = sharded(full, spec)
+        for op in (torch.any, torch.all):
+            check_close(op(x), op(full))
+            check_close(op(x, 0), op(full, 0))
+
+
+def test_any_and_all_of_bytes_are_0_or_1(pool: Pool) -> None:
+    pool.run(truth_of_bytes, ranks=FOUR)

@@ -55,6 +55,8 @@ __all__ = ["dispatch"]
 
 aten = torch.ops.aten
 
+TRUTH = {aten.any, aten.all}
+"""Reductions that give uint8 for uint8, which DTensor would sum over ranks."""
 NEVER = {aten.linalg_ldl_solve}
 """Operations that DTensor shards along dims that must be whole."""
 BY_INDEX = {aten.gather, aten.scatter, aten.scatter_add, aten.scatter_reduce}
@@ -113,6 +115,8 @@ def _needs_whole(func: Op, args: Args) -> bool:
         if any(one is not None and one.dtype in masks for one in args[1]):
             return True
     elif torch.Tag.dynamic_output_shape in func.tags or packet in NEVER:
+        return True
+    if packet in TRUTH and args[0].dtype is torch.uint8:
         return True
     if packet in BY_INDEX:
         # Whether the index is smaller than the tensor in a dim that DTensor shards like the tensor.
