@@ -192,7 +192,12 @@ class _Side:
             self._add(Problem(UNSUPPORTED, line))
         self.is_known = not findings.any
         """Whether the catalog could be read completely."""
-        self.source = Source.of(storage, catalog, checksums)
+        try:
+            self.source = Source.of(storage, catalog, checksums)
+        except DamageError as error:  # of an entry that is no tensor: the tensors are examined
+            self._add(Problem("damage", str(error)))
+            source = Source.of(storage, replace(catalog, objects={}), checksums)
+            self.source = replace(source, catalog=catalog)
 
     def _add(self, problem: Problem) -> None:
         if len(self.problems) < MAX_PROBLEMS:

@@ -158,6 +158,26 @@ def test_what_is_no_tensor_is_compared_too(tmp_path: Path, kind: str, what: str)
             checkpoint.convert(here, tmp_path / form, format=form)
 
 
+@pytest.mark.parametrize("end", ["head", "tail"])
+def test_an_entry_whose_archive_is_damaged_is_damage(tmp_path: Path, end: str) -> None:
+    """It is no entry of another kind, which would be left out."""
+    here = made(tmp_path / "here", "distcp")
+    with open_storage(here) as storage:
+        catalog = read_catalog(storage)
+    entry = catalog.objects["step"]
+    path = here / catalog.files[entry.file].path
+    data = bytearray(path.read_bytes())
+    data[entry.offset if end == "head" else entry.offset + entry.size - 22] ^= 4
+    path.write_bytes(data)
+    report = checkpoint.verify(here)
+    assert [problem.kind for problem in report.problems] == ["damage"]
+    assert set(report.digests) == {"w", "b"}
+    for form in ("distcp", "full"):
+        with pytest.raises(DamageError, match=r'\(entry "step" cannot be read\): restore'):
+            checkpoint.convert(here, tmp_path / form, format=form)
+    assert [*tmp_path.iterdir()] == [here]
+
+
 def test_no_byte_is_read_twice(tmp_path: Path) -> None:
     """Of a storage that is only used in part the rest is read, once."""
     here = made(tmp_path / "here", "torch")

@@ -216,6 +216,7 @@ class _Conversion:
         sums = load_checksums(self.storage) if request.checksums else None
         if sums is not None and team.leads:
             check_outside_tensors(self.storage, self.plan.catalog, sums, self.budget.workers)
+        builder = Builder(request, self.plan, self.storage, place, self.budget, sums)
         with ExitStack() as stack:
             if team.leads:
                 request.check_destination(place, self.plan.paths)
@@ -223,7 +224,7 @@ class _Conversion:
                 stack.callback(place.leave)
                 team.forget(place)
             self._agree_on_budget()
-            builder = Builder(request, self.plan, self.storage, place, self.budget, sums)
+            builder.budget = self.budget
             stack.callback(builder.target.close)
             self._build(builder)
         self.builder = builder

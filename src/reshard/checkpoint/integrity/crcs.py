@@ -22,14 +22,13 @@ import threading
 import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import suppress
 from functools import lru_cache
 
 from reshard.checkpoint.catalog import Catalog, Crc
-from reshard.checkpoint.formats.torch.archive import archive_crcs
+from reshard.checkpoint.formats.torch.archive import archive_crcs, is_archive
 from reshard.checkpoint.integrity.checksums import Bytes, Checksums
 from reshard.checkpoint.storage.local import Storage
-from reshard.errors import CheckpointError
+from reshard.errors import DamageError, UnsupportedError
 from reshard.text import quoted
 
 __all__ = ["Crcs", "Part", "changed", "combine", "crc_of", "crcs_of", "tensors_of"]
@@ -44,15 +43,24 @@ Unread = Callable[[int, int, int], int]
 
 
 def crcs_of(storage: Storage, catalog: Catalog, checksums: Checksums | None) -> tuple[Crc, ...]:
-    """The CRC-32 of all tensors and objects in files that the sidecar does not cover."""
+    """The CRC-32 of all tensors and objects in files that the sidecar does not cover.
+
+    Raises DamageError for an object that is an archive of torch.save and cannot be read.
+    """
     ours = checksums.files if checksums is not None else {}
     files = {number for number, file in enumerate(catalog.files) if file.path not in ours}
     found = [crc for crc in catalog.crcs if crc.file in files]
     for entry in catalog.objects.values():
         if entry.file in files:
             place = catalog.files[entry.file].path, entry.offset, entry.size
-            with suppress(CheckpointError):  # not an archive of torch.save: it has no CRC
+            try:
                 found += archive_crcs(storage, place, entry.file)
+            except UnsupportedError:
+                continue  # of another kind than torch.save writes: it has no CRC
+            except DamageError as error:
+                if is_archive(storage, place):
+                    what = f"entry {quoted(entry.name)} cannot be read"
+                    raise DamageError(f"{error} ({what}): restore the file from a copy") from None
     return tuple(found)
 
 

@@ -29,7 +29,7 @@ from reshard.text import quoted
 
 __all__ = [
     "ALIGNMENT", "Archive", "ArchiveWriter", "Member", "archive_crcs", "each_archive",
-    "read_archives",
+    "is_archive", "read_archives",
 ]  # fmt: skip
 
 HEAD, TAIL = 1024, 1024
@@ -126,6 +126,16 @@ def archive_crcs(storage: Storage, found: Range, file: int) -> list[Crc]:
     """The CRC-32 of every member of one archive; no member is read."""
     _, [members] = _read_zips(storage, [found], MAX_PICKLE)
     return _crcs(members, file)
+
+
+def is_archive(storage: Storage, found: Range) -> bool:
+    """Whether a range begins or ends as an archive does, although it may be damaged."""
+    path, offset, length = found
+    if length < _END.size:
+        return False
+    ends = [(path, offset, 4), (path, offset + length - _END.size, 4)]
+    head, tail = storage.read_many(ends)
+    return head == b"PK\x03\x04" or tail == b"PK\x05\x06"
 
 
 def _read_zips(
