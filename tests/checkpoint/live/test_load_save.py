@@ -561,6 +561,28 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.parametrize(
+    ("bad", "words"), [("", "the path of a checkpoint is empty"), (None, "None is no path")]
+)
+def test_what_is_no_path_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: Any, words: str
+) -> None:
+    """An empty one, of an unset variable, would be the working directory."""
+    state = {"a": torch.ones(3)}
+    checkpoint.save(state, tmp_path / "a")
+    monkeypatch.chdir(tmp_path / "a")
+    for call in (
+        lambda: checkpoint.save(state, bad, overwrite=True),
+        lambda: checkpoint.load(bad, into=state),
+        lambda: checkpoint.inspect(bad),
+        lambda: checkpoint.convert(bad, tmp_path / "b"),
+        lambda: checkpoint.convert(tmp_path / "a", bad),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            call()
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     for method in ("allocate", "write", "sync_folders"):

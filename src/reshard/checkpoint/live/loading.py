@@ -145,7 +145,8 @@ def load(
     another longer than ``timeout`` seconds. Errors are raised on all ranks alike, and before any
     tensor is changed if they can be known by then.
     """
-    options = {"path": str(path), "strict": strict, "cast": cast, "check": check,
+    given = str(path) if isinstance(path, Path) else path
+    options = {"path": given, "strict": strict, "cast": cast, "check": check,
                "compare_replicas": compare_replicas, "memory": str(memory)}  # fmt: skip
     began = time.monotonic()
     agreement = Agreement(group, "loading a checkpoint", timeout, CheckpointError)

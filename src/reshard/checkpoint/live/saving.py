@@ -38,6 +38,7 @@ from reshard.checkpoint.live.write_shares import (
 )
 from reshard.checkpoint.output import Wanted, count_tensor_files
 from reshard.checkpoint.publish.workplace import Workplace
+from reshard.checkpoint.storage.local import plain_path
 from reshard.checkpoint.storage.output_files import OutputFiles, named, replace_file
 from reshard.checkpoint.transfer.copying import Done, checksums_of
 from reshard.errors import (
@@ -115,7 +116,8 @@ def save(
     """
     began = time.monotonic()
     agreement = Agreement(group, "saving a checkpoint", timeout, CheckpointError)
-    request = {"path": str(path), "format": format, "overwrite": overwrite, "checksums": checksums}
+    given = str(path) if isinstance(path, Path) else path
+    request = {"path": given, "format": format, "overwrite": overwrite, "checksums": checksums}
     saving = _Saving(agreement, request, state_dict)
     written = saving.write()
     specs, files = saving.plan.specs, saving.plan.output.files
@@ -158,7 +160,7 @@ class _Saving:
                 self.others.setdefault(name, (rank, size))
             keys |= {name: tuple(path) for name, path in paths.items()}
         self._check_entries(specs)
-        self.place = Workplace.beside(Path(request["path"]))
+        self.place = Workplace.beside(Path(plain_path(request["path"])))
         self.plan = self._planned(specs, keys)
         self.kept: tuple[str, ...] = ()
         """Names of other files at the destination."""
@@ -174,7 +176,7 @@ class _Saving:
             raise CheckpointError(
                 f"{quoted(format)} is no format that a job saves: use {' or '.join(FORMATS)}"
             )
-        if "://" in path:
+        if "://" in plain_path(path):
             raise TargetError(
                 f"{path} is no folder of this machine: save to one, and upload it then, "
                 "or let reshard convert write it there"

@@ -64,6 +64,10 @@ def plain_path(address: str | Path) -> str:
     >>> plain_path("file:///ckpt"), plain_path("s3://bucket/ckpt")
     ('/ckpt', 's3://bucket/ckpt')
     """
+    if not isinstance(address, str | Path):
+        raise CheckpointError(f"{address!r} is no path of a checkpoint: give a string or a Path")
+    if not str(address):
+        raise CheckpointError('the path of a checkpoint is empty: name a folder, "." for this one')
     return str(address).removeprefix("file://").removeprefix("local://")
 
 
