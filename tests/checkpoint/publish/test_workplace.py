@@ -53,6 +53,17 @@ def test_a_folder_that_is_removed_while_its_lock_is_opened_is_created_again(
     place.discard()
 
 
+def test_a_file_system_that_holds_no_new_folder_is_not_another_conversion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(path: Path, **_: bool) -> None:
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+
+    monkeypatch.setattr(Path, "mkdir", absent)  # as in /proc
+    with pytest.raises(TargetError, match=r"nothing can be written next to .*: choose another"):
+        Workplace.beside(tmp_path / "out").enter()
+
+
 @pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 233, "x" * 300, "d/" * 3000])
 def test_a_path_that_no_file_system_can_hold_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(TargetError, match=r"is no path|is too long"):

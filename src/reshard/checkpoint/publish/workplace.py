@@ -168,14 +168,21 @@ class Workplace:
     def _take_lock(self) -> None:
         if self.folder.is_symlink() or self.data.is_symlink():
             raise TargetError(f"{self.folder} is a symbolic link: remove it")
+        is_there = False
         for _ in range(5):  # a rank that tests the lock holds it for a moment
             lock = self._open_lock()
+            is_there |= lock is not None
             if lock is not None and _is_locked(lock, self.folder / "lock"):
                 self._lock = lock
                 return
             if lock is not None:
                 os.close(lock)
             time.sleep(0.02)
+        if not is_there:  # some file systems, such as /proc, refuse new folders in this way
+            why = os.strerror(errno.ENOENT)
+            raise TargetError(
+                f"nothing can be written next to {self.target}: {why}: choose another target"
+            )
         raise TargetError(f"another conversion is writing {self.target}: wait for it, or end it")
 
     def _open_lock(self) -> int | None:
@@ -188,7 +195,8 @@ class Workplace:
             return None
         except OSError as error:
             raise TargetError(
-                f"nothing can be written next to {self.target}: {error.strerror}"
+                f"nothing can be written next to {self.target}: {error.strerror}: choose another "
+                "target"
             ) from None
 
     @property
