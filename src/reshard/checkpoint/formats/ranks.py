@@ -227,7 +227,9 @@ def read_by_rules(reading: Reading, rules: Rules) -> Catalog:
 def _mesh_of(rules: Rules, mesh: Mesh | None, root: str) -> Mesh:
     mesh = mesh or rules.mesh
     if mesh is None:
-        raise CheckpointError(f"rules need a mesh to read {root}: give --mesh")
+        raise CheckpointError(
+            f"rules need a mesh to read {root}: give --mesh, or in convert --from-mesh"
+        )
     return mesh
 
 
