@@ -165,3 +165,10 @@ def test_plain_pickles_are_read_by_python_and_by_us(value: Any) -> None:
     for protocol in (2, 5):
         old = pickle.dumps(value, protocol)
         assert same(unpickle(old, "x"), value)
+
+
+def test_a_tensor_keeps_an_empty_name_and_one_without_a_name_gets_one(tmp_path: Path) -> None:
+    torch.save({"": torch.ones(2), "tensor": torch.ones(3)}, tmp_path / "dict.pt")
+    torch.save(torch.ones(4), tmp_path / "alone.pt")
+    assert {one.name for one in checkpoint.inspect(tmp_path / "dict.pt").tensors} == {"", "tensor"}
+    assert [one.name for one in checkpoint.inspect(tmp_path / "alone.pt").tensors] == ["tensor"]

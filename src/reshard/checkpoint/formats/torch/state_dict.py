@@ -242,7 +242,7 @@ def _name(path: Path, where: str) -> str:
         raise UnsupportedError(
             f"{where}: a name of {length} characters, at most {MAX_NAME} are read"
         )
-    return ".".join(map(str, path)) or "tensor"
+    return ".".join(map(str, path)) if path else "tensor"
 
 
 def _check_content(content: Content, archive: Archive, findings: Findings) -> None:
