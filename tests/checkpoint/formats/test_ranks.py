@@ -285,7 +285,7 @@ def test_what_rules_need(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"of 2 ranks .* give --rules and --mesh"):
         read(tmp_path, None, None)
     rules = Rules.parse('axes = ["tp"]\n[tensors]\n"*.norm" = "-"')
-    with pytest.raises(CheckpointError, match="rules need a mesh.*in convert --from-mesh"):
+    with pytest.raises(CheckpointError, match=r"rules need a mesh.*in convert --from-mesh"):
         read(tmp_path, rules, None)
     with pytest.raises(RulesError, match="names match no rule"):
         read(tmp_path, rules, Mesh(tp=2))
