@@ -106,12 +106,12 @@ class Box:
         hole = self & other
         if hole.size == 0:
             return (self,) if self.size else ()
-        rest, parts = self, []
+        rest, parts = self, list[Box]()
         for dim in range(len(self.start)):
             before, rest = rest.split(dim, hole.start[dim])
             rest, after = rest.split(dim, hole.stop[dim])
-            parts += [part for part in (before, after) if part.size]
-        return tuple(parts)
+            parts += before, after
+        return tuple(part for part in parts if part.size)
 
     def split(self, dim: int, at: int) -> tuple[Box, Box]:
         """The two boxes before and from index ``at`` of a dim.
@@ -187,7 +187,6 @@ def _within(row: int, boxes: Iterable[Box]) -> Iterator[Box]:
 
 
 def length_of(intervals: Iterable[Interval]) -> int:
-    """How many elements the intervals have together."""
     return sum(stop - start for start, stop in intervals)
 
 
@@ -204,13 +203,9 @@ def pieces_of_local(
     intervals: Sequence[Sequence[Interval]], local: Box, offset: int
 ) -> Iterator[Piece]:
     """The global boxes behind a box of the local tensor whose first element sits at ``offset``."""
-    shape = tuple(map(length_of, intervals))
-    strides = row_major(shape)
+    strides = row_major([*map(length_of, intervals)])
     start = offset - sum(i * s for i, s in zip(local.start, strides, strict=True))
-    per_dim = [
-        list(_slices(dim, low, high))
-        for dim, low, high in zip(intervals, local.start, local.stop, strict=True)
-    ]
+    per_dim = [*map(list, map(_slices, intervals, local.start, local.stop))]
     if prod(map(len, per_dim)) > MAX_PIECES:
         raise LayoutError(
             f"a rank holds {prod(map(len, per_dim))} pieces, at most {MAX_PIECES} work: "

@@ -11,7 +11,7 @@ holders:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -42,16 +42,15 @@ class Listed:
     """The ranks of the first box in rising order, then those of the second, and so on."""
 
     def of(self, box: int) -> Ints:
-        """The ranks that hold a box."""
         return self.holders[self.first[box] : self.first[box + 1]]
 
 
-def _listed_bytes(listed: Listed, layout: Layout, _: object) -> int:
-    arrays = (listed.starts, listed.stops, listed.first, listed.holders)
-    return layout.num_bytes + sum(array.nbytes for array in arrays)
-
-
-@sized_cache(64 << 20, _listed_bytes)
+@sized_cache(
+    64 << 20,
+    lambda listed, layout, _: (
+        layout.num_bytes + 16 * listed.starts.size + 8 * (len(listed.first) + len(listed.holders))
+    ),
+)
 def listed_of(layout: Layout, shape: tuple[int, ...]) -> Listed:
     """All boxes of a layout; every addend of a pending reduction counts as a holder."""
     lost = layout.words.without
@@ -163,10 +162,10 @@ def _grouped(columns: Mapping[int, Columns], num_dims: int, alike: bool) -> List
     return Listed(starts[first], stops[first], np.append(first, len(starts)), ranks)
 
 
-def _list_grid(grid: Grid, lost: Iterable[int]) -> Listed:
+def _list_grid(grid: Grid, lost: Sequence[int]) -> Listed:
     starts, stops, regions = grid.boxes()
     ranks = grid.holders(regions)
-    kept = ~contained(ranks, np.array([*lost], dtype=np.int64))
+    kept = ~contained(ranks, np.array(lost, dtype=np.int64))
     return Listed(starts, stops, offsets(kept.sum(axis=1)), ranks[kept])
 
 
@@ -229,32 +228,28 @@ def owners(layout: Layout, box: Box, shape: tuple[int, ...]) -> tuple[Owners, ..
     """Who holds the data inside a box, by arithmetic where the layout is regular."""
     layout.dims(shape)
     box = Box.whole(shape) & box
-    grids = None if isinstance(layout, BoxLayout) else grids_of(layout, shape)
-    found: list[Owners] = []
-    if grids is not None:
-        found = [owner for grid in grids for owner in _owners_in_grid(grid, box)]
-    elif box.size:
+    grids = grids_of(layout, shape)
+    if grids is None:
         listed = listed_of(layout, shape)
-        here = box_columns([box], len(shape))
-        for i in overlapping_pairs(*here, listed.starts, listed.stops)[1]:
-            whole = Box(tuple(listed.starts[i]), tuple(listed.stops[i]))
-            found.append(Owners(whole & box, tuple(map(int, listed.of(int(i))))))
+    else:
+        listed = _merge([_list_grid(_near(grid, box), ()) for grid in grids])
+    found: list[Owners] = []
+    here = box_columns([box] if box.size else [], len(shape))
+    for i in overlapping_pairs(*here, listed.starts, listed.stops)[1].tolist():
+        whole = Box(tuple(listed.starts[i]), tuple(listed.stops[i]))
+        found.append(Owners(whole & box, tuple(map(int, listed.of(i)))))
     return tuple(sorted(found, key=lambda owner: owner.box))
 
 
-def _owners_in_grid(grid: Grid, box: Box) -> Iterable[Owners]:
-    if not box.size:
-        return
-    near = []
+def _near(grid: Grid, box: Box) -> Grid:
+    """A grid of the intervals that meet a box."""
+    dims = []
     for dim, low, high in zip(grid.dims, box.start, box.stop, strict=True):
-        first = int(np.searchsorted(dim.stops, low, side="right"))
-        kept = slice(first, int(np.searchsorted(dim.starts, high, side="left")))
-        intervals = dim.starts[kept], dim.stops[kept], dim.parts[kept]
-        near.append(DimTable(*intervals, dim.places, dim.axes))
-    starts, stops, regions = replace(grid, dims=tuple(near)).boxes()
-    ranks = grid.holders(regions).tolist()
-    for start, stop, held in zip(starts, stops, ranks, strict=True):
-        yield Owners(Box(tuple(start), tuple(stop)) & box, tuple(held))
+        first = np.searchsorted(dim.stops, low, side="right")
+        kept = slice(first, max(first, np.searchsorted(dim.starts, high, side="left")))
+        parts = dim.starts[kept], dim.stops[kept], dim.parts[kept]
+        dims.append(DimTable(*parts, dim.places, dim.axes))
+    return replace(grid, dims=tuple(dims))
 
 
 class LocalPieces:

@@ -42,8 +42,7 @@ def distinct(values: Ints) -> Ints:
     [3, 7]
     """
     rising = np.sort(values)
-    found: Ints = rising[_new(rising)]
-    return found
+    return rising[_new(rising)]
 
 
 def distinct_first(values: Ints) -> tuple[Ints, Ints]:
@@ -157,7 +156,6 @@ class SizedCache(Generic[K, V]):
         self._total = 0
 
     def clear(self) -> None:
-        """Drop everything."""
         self._values.clear()
         self._total = 0
 
@@ -208,7 +206,7 @@ def sized_cache(
             if found is not None:
                 return found
             result = compute(*args, **kwargs)
-            return kept.put(args, result, num_bytes(result, *args))
+            return result if result is None else kept.put(args, result, num_bytes(result, *args))
 
         return call
 

@@ -20,6 +20,7 @@ from math import prod
 import numpy as np
 
 from reshard.errors import LayoutError
+from reshard.layout.box import row_major
 from reshard.layout.columns import Ints, distinct, sized_cache
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.mesh import Mesh
@@ -60,13 +61,11 @@ class Grid:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """The number of parts of each dim."""
         return tuple(dim.num_parts for dim in self.dims)
 
     @cached_property
     def num_regions(self) -> int:
-        """How many regions there are, empty ones included."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return prod(self.shape)
 
     @cached_property
     def ranks(self) -> Ints:
@@ -124,11 +123,8 @@ def stacked(arrays: Sequence[Ints], count: int) -> Ints:
 
 def _grids_bytes(grids: tuple[Grid, ...], layout: Layout, _: object) -> int:
     """About how much memory grids take, with the tables of ranks that they make later."""
-    if grids is None:
-        return 0
     arrays = [a for g in grids for d in g.dims for a in (d.starts, d.stops, d.parts, d.places)]
-    ranks = 32 * len(layout.ranks) * len(grids)
-    return layout.num_bytes + ranks + sum(array.nbytes for array in arrays)
+    return layout.num_bytes + 32 * len(layout.ranks) * len(grids) + sum(a.nbytes for a in arrays)
 
 
 @sized_cache(64 << 20, _grids_bytes)
@@ -215,7 +211,7 @@ def _refine(
     new blocks are two ways to divide the same length; their common refinement is the answer.
     """
     axes = axes_of((cut,))
-    num = int(np.prod([layout.mesh.axes[axis] for axis in axes], dtype=np.int64))
+    num = prod(layout.mesh.axes[axis] for axis in axes)
     widths = np.append(starts[1:], length)[: len(starts)] - starts
     lengths = np.bincount(parts, weights=widths, minlength=num_parts).astype(np.int64)
     blocks, owners = _blocks(layout, cut, lengths, num)
@@ -280,18 +276,17 @@ def addend_of(layout: Layout) -> dict[int, int]:
     Addends count row-major over the reduced axes as the layout lists them: in the order of the
     mesh, on an ordinary mesh, they count in rank order.
     """
-    axes = layout.reduce[1] if layout.reduce else ()
+    if layout.reduce is None:
+        return {}
+    sizes = [layout.mesh.axes[axis] for axis in layout.reduce[1]]
     found: dict[int, int] = {}
-    for rank in layout.ranks if axes else ():
+    for rank in layout.ranks:
         coords = layout.mesh.coords(rank)
-        number = 0
-        for axis in axes:
-            number = number * layout.mesh.axes[axis] + coords[axis]
-        found[rank] = number
+        at = zip(layout.reduce[1], row_major(sizes), strict=True)
+        found[rank] = sum(coords[axis] * stride for axis, stride in at)
     return found
 
 
 def num_addends(layout: Layout) -> int:
     """How many addends are pending; 1 where none is."""
-    axes = layout.reduce[1] if layout.reduce else ()
-    return int(np.prod([layout.mesh.axes[axis] for axis in axes], dtype=np.int64))
+    return prod(layout.mesh.axes[axis] for axis in layout.reduce[1]) if layout.reduce else 1

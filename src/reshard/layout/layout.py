@@ -234,7 +234,7 @@ class Layout:
             case {"mesh": str(mesh), "layout": str(text)}:
                 return Layout(Mesh.parse(mesh), text)
             case {"shape": list(shape), "boxes": dict(boxes)}:
-                return BoxLayout(tuple(_ints(shape)), dict(map(_read_boxes, boxes.items())))
+                return BoxLayout(_ints(shape), dict(map(_read_boxes, boxes.items())))
         raise FormatError(
             'a layout is {"mesh": ..., "layout": ...} or {"shape": ..., "boxes": ...}'
         )
@@ -424,10 +424,10 @@ def _check_ragged(layout: Layout, cuts: Cuts) -> None:
             )
 
 
-def _ints(values: list[object]) -> list[int]:
+def _ints(values: list[object]) -> tuple[int, ...]:
     if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
         raise FormatError(f"expected a list of whole numbers and found {values}")
-    return values  # type: ignore[return-value]
+    return tuple(values)  # type: ignore[arg-type]
 
 
 def _read_boxes(item: tuple[object, object]) -> tuple[int, tuple[Box, ...]]:
@@ -440,5 +440,5 @@ def _read_boxes(item: tuple[object, object]) -> tuple[int, tuple[Box, ...]]:
 def _read_box(data: object) -> Box:
     match data:
         case [list(start), list(stop)]:
-            return Box(tuple(_ints(start)), tuple(_ints(stop)))
+            return Box(_ints(start), _ints(stop))
     raise FormatError(f"a box is [start, stop], and found {data}")

@@ -55,6 +55,10 @@ class _Word:
     """A cut by one axis; its repr is the call that makes it."""
 
     __slots__ = ()
+    axis: str
+
+    def __str__(self) -> str:
+        return self.axis
 
     def __repr__(self) -> str:
         values = (repr(getattr(self, field.name)) for field in fields(self))  # type: ignore[arg-type]
@@ -66,9 +70,6 @@ class Chunk(_Word):
     """``tp``: as ``torch.chunk`` cuts, sizes rounded up, trailing shards shorter or empty."""
 
     axis: str
-
-    def __str__(self) -> str:
-        return self.axis
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -324,10 +325,8 @@ def tiling(cut: Cut, length: int, num: int) -> Tiling:
             return _even(length, block, [*range(num)] * _ceil(length, block * num))
         case Ragged(sizes=sizes):
             check_sum(cut, sizes, length)
-            starts, kept = (
-                [*accumulate(sizes, initial=0)],
-                [n for n, size in enumerate(sizes) if size],
-            )
+            starts = [*accumulate(sizes, initial=0)]
+            kept = [n for n, size in enumerate(sizes) if size]
             return Tiling(length, [starts[n] for n in kept], kept)
         case Packed():
             raise TypeError("a packed word has segments, each with a tiling of its own")
@@ -358,9 +357,8 @@ def is_mixed(cuts: Cuts) -> bool:
     >>> is_mixed((Packed((Segment(8, (kv, rep)), Segment(4, (kv,)))),))
     True
     """
-    for cut in cuts:
-        if isinstance(cut, Packed):
-            axes = {frozenset(axes_of(segment.cuts)) for segment in cut.segments}
-            if len(axes) > 1 or any(is_mixed(segment.cuts) for segment in cut.segments):
-                return True
-    return False
+    packed = [[part.cuts for part in cut.segments] for cut in cuts if isinstance(cut, Packed)]
+    return any(
+        len({frozenset(axes_of(part)) for part in parts}) > 1 or any(map(is_mixed, parts))
+        for parts in packed
+    )

@@ -102,7 +102,7 @@ class Pattern:
             raise RulesError(f"a pattern has {len(text)} characters: 1 to {MAX_PATTERN} work")
         pieces = re.sub(r"\*+", "*", text)
         words = [piece for piece in _WILD.split(pieces) if piece]
-        captures = tuple(_captures(text, words))
+        captures = _captures(text, words)
         literal = sum(len(word) for word in words if not _WILD.match(word))
         rank = (literal, -words.count("*"), -len(captures))
         return cls(text, captures, re.compile(_regex(words), re.ASCII | re.DOTALL), rank)
@@ -134,6 +134,9 @@ def matches(pattern: str, name: str) -> bool:
     return name == pattern or _parsed(pattern).regex.match(name) is not None
 
 
+_parsed = lru_cache(maxsize=1024)(Pattern.parse)
+
+
 def matching(pattern: str, names: Iterable[str]) -> list[str]:
     """The names that a pattern matches; wildcards of the shell raise an error with our spelling."""
     names = list(names)
@@ -146,12 +149,7 @@ def matching(pattern: str, names: Iterable[str]) -> list[str]:
     return found
 
 
-@lru_cache(maxsize=1024)
-def _parsed(text: str) -> Pattern:
-    return Pattern.parse(text)
-
-
-def _captures(text: str, words: list[str]) -> list[str]:
+def _captures(text: str, words: list[str]) -> tuple[str, ...]:
     """The names in braces; each stands for a whole part of the name."""
     captures: list[str] = []
     for at, word in enumerate(words):
@@ -167,7 +165,7 @@ def _captures(text: str, words: list[str]) -> list[str]:
         if name[1] in captures:
             raise RulesError(f'{word} appears twice in pattern "{text}": give each its own name')
         captures.append(name[1])
-    return captures
+    return tuple(captures)
 
 
 def _regex(words: list[str]) -> str:
@@ -199,13 +197,10 @@ class Formula:
     tree: ast.expr = field(compare=False, repr=False)
 
     @classmethod
-    def parse(cls, text: str) -> Formula:
-        """Read one formula."""
-        return cls._of(text, _tokens(text))
-
-    @classmethod
-    def _of(cls, text: str, tokens: Sequence[str]) -> Formula:
-        _check(text, tokens)
+    def parse(cls, text: str, within: str | None = None) -> Formula:
+        """Read one formula; errors quote the text that it is within."""
+        tokens = _tokens(text)
+        _check(within or text, tokens)
         names = frozenset(token for token in tokens if _NAME.match(token))
         # A prefix keeps names apart from Python's keywords; int() drops leading zeros.
         python = (f"_{t}" if t in names else str(int(t)) if t.isdigit() else t for t in tokens)
@@ -246,7 +241,7 @@ def parse_places(text: str) -> tuple[Place, ...]:
             _fail(text, [axis], "an axis name")
         if axis in places:
             raise RulesError(f'on = "{text}" places axis "{axis}" twice: join them with a comma')
-        places[axis] = Place(axis, tuple(Formula._of(text, _tokens(part)) for part in formulas))
+        places[axis] = Place(axis, tuple(Formula.parse(part, text) for part in formulas))
     return tuple(places.values())
 
 

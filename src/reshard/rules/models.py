@@ -176,10 +176,6 @@ def _fused_dense(config: Config, numbers: Mapping[str, int], layer: str, index: 
     yield f"{layer}.mlp.down_proj.weight", (hidden, ffn)
 
 
-def _mixtral(config: Config, numbers: Mapping[str, int], layer: str, index: int) -> Named:
-    yield from _experts(config, numbers, f"{layer}.block_sparse_moe", ("w1", "w3", "w2"))
-
-
 def _qwen_experts(config: Config, numbers: Mapping[str, int], layer: str, index: int) -> Named:
     dense = config.get("mlp_only_layers") or []
     step = number(config, "decoder_sparse_step", 1) or 1
@@ -314,7 +310,9 @@ _ATTENTION: Mapping[str, _Part] = {
 }
 _FEED_FORWARD: Mapping[str, _Part] = {
     "phi3": _fused_dense,
-    "mixtral": _mixtral,
+    "mixtral": lambda config, numbers, layer, _: _experts(
+        config, numbers, f"{layer}.block_sparse_moe", ("w1", "w3", "w2")
+    ),
     "qwen3_moe": _qwen_experts,
     "qwen3_next": _qwen_experts,
     "deepseek_v3": _deepseek,

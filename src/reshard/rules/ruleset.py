@@ -120,11 +120,9 @@ class Rules:
         8
         """
         with located(self.source):
-            document = self.document.with_numbers(numbers or {})
+            document = self.document.given(numbers or {}, fsdp, replicate)
             unknown = [name for name, number in document.model.items() if number is None]
-            document = document.with_numbers(numbers_of(config or {}, unknown))
-            document = document if fsdp is None else document.with_fsdp(fsdp)
-            document = document if replicate is None else document.with_replicate(replicate)
+            document = document.given(numbers_of(config or {}, unknown))
         return Rules(self.source, document)
 
     @classmethod
@@ -181,12 +179,20 @@ class Rules:
             table = self._table(mesh)
             shapes = names if isinstance(names, Mapping) else None
             dims = {name: None if shapes is None else len(shapes[name]) for name in names}
-            try:
-                found = {name: table.layout(name, number) for name, number in dims.items()}
-            except UnmatchedError as error:
-                missing = sum(not table.matches(name) for name in dims)
+            found: dict[str, Layout] = {}
+            unmatched: list[UnmatchedError] = []
+            for name, number in dims.items():
+                try:
+                    found[name] = table.layout(name, number)
+                except UnmatchedError as error:
+                    unmatched.append(error)
+                except RulesError:
+                    if not unmatched:
+                        raise
+            if unmatched:
+                missing = len(unmatched)
                 others = f" ({missing} names match no rule)" if missing > 1 else ""
-                raise RulesError(f"{error}{others}") from None
+                raise RulesError(f"{unmatched[0]}{others}")
         self.check_axes(found.values(), mesh)
         return found
 

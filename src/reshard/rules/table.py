@@ -89,23 +89,12 @@ class Table:
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = self._entry(name, num_dims)
-        at = tuple(
-            [
-                spot.known.get(spot.pick(indices)) or self._coords(spot, name, indices)
-                for spot in entry.spots
-            ]
-        )
+        coords = [
+            spot.known.get(spot.pick(indices)) or self._coords(spot, name, indices)
+            for spot in entry.spots
+        ]
+        at = tuple(coords)
         return entry.layouts.get(at) or self._placed(entry, name, at)
-
-    def matches(self, name: str) -> bool:
-        """Whether some rule gives a layout to a name, right or wrong."""
-        try:
-            self.layout(name, None)
-        except UnmatchedError:
-            return False
-        except RulesError:
-            pass
-        return True
 
     @cached_property
     def _axes(self) -> set[str]:
