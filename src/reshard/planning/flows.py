@@ -16,7 +16,6 @@ from functools import cached_property
 
 import numpy as np
 
-from reshard.dtypes import accumulator, itemsize
 from reshard.layout.columns import Ints, blocks
 from reshard.planning.cells.listed import ListedGeometry, listed_geometries
 from reshard.planning.cells.regular import RegularGeometry, regular_geometry
@@ -64,16 +63,6 @@ class Flow:
     """Whether senders serve all ranks that want a line, so that relays pass nothing on."""
 
     @property
-    def accumulator_itemsize(self) -> int:
-        """Bytes of one element while addends are added up."""
-        return itemsize(accumulator(self.stack.have.dtype))
-
-    @property
-    def adds(self) -> bool:
-        """Whether addends are added up."""
-        return self.geometry.num_addends > 1
-
-    @property
     def most(self) -> int:
         """The most ranks that want a line."""
         return int(self.geometry.wanting.counts.max(initial=0))
@@ -119,7 +108,10 @@ class Flow:
             return
         parts, kinds = self.parts(), self.geometry.kinds
         if kinds is None:
-            yield from self.first_sums()
+            wanted = self.accumulated()
+            for addend in range(self.geometry.num_addends):
+                who = self.geometry.addend_senders(wanted.runs.cell, wanted.destination, addend)
+                yield replace(wanted, source=who, addend=addend)
             if self.most > 1 and not self.direct:
                 yield self._passed_on(parts)
             return
@@ -161,7 +153,7 @@ class Flow:
         times, unit = len(self.stack.names), cells.units(self.unit)
         runs = Runs.whole(cells.size * times)
         source = np.full(len(runs.cell), -1, dtype=np.int64)
-        if not self.adds:
+        if not self.stack.adds:
             runs, _, slot = runs.split(self.sending, cells.send_line, cells.send_at * times, unit)
             source = self.sending.ranks[slot]
         runs, old, slot = runs.split(
@@ -170,14 +162,6 @@ class Flow:
         ends = (cells.send_line[runs.cell], cells.receive_line[runs.cell])
         relay, part = self.receiving.ranks[slot], np.arange(len(slot))
         return Transfers(cells, runs, source[old], relay, *ends, part, 0)
-
-    def first_sums(self) -> Iterator[Transfers]:
-        """Rows from the holders of addends to the ranks that add them up, one list per addend."""
-        assert isinstance(self.geometry, ListedGeometry)
-        wanted = self.accumulated()
-        for addend in range(self.geometry.num_addends):
-            senders = self.geometry.addend_senders(wanted.runs.cell, wanted.destination, addend)
-            yield replace(wanted, source=senders, addend=addend)
 
     def accumulated(self) -> Transfers:
         """The parts in which ranks add up addends: relays, or all that want the value."""
@@ -194,20 +178,17 @@ def flows_of(stacks: Sequence[Stack], world: Ints, listed: bool) -> list[Flow]:
     parts: list[tuple[Stack, Geometry]] = []
     for stack in stacks:
         regular = None if listed else regular_geometry(stack)
-        if regular is None:
-            parts += [(stack, one) for one in listed_geometries(stack)]
-            continue
-        if not regular.covered:
+        if regular is not None and not regular.covered:
             raise_uncovered(stack)
-        parts.append((stack, regular))
+        parts += [(stack, one) for one in ([regular] if regular else listed_geometries(stack))]
     grain, ranks = grain_of(parts), Loads.none(world)
-    sending = share_plainly(parts, False, ranks, grain)
-    receiving = share_plainly(parts, True, ranks, grain)
-    flows = [
-        Flow(stack, geometry, send, receive, max(grain // stack.itemsize, 1))
-        for (stack, geometry), send, receive in zip(parts, sending, receiving, strict=True)
-    ]
-    return _with_direct(flows)
+    slots = [share_plainly(parts, passes, ranks, grain) for passes in (False, True)]
+    return _with_direct(
+        [
+            Flow(stack, geometry, send, receive, max(grain // stack.itemsize, 1))
+            for (stack, geometry), send, receive in zip(parts, *slots, strict=True)
+        ]
+    )
 
 
 def grain_of(parts: Parts) -> int:
@@ -251,26 +232,23 @@ def _with_direct(flows: list[Flow]) -> list[Flow]:
 
     Addends are passed on as a sum, which is less, unless they are two: then it is the same.
     """
-    chosen = {at: replace(flow, direct=True) for at, flow in enumerate(flows) if _has_few(flow)}
+    chosen: dict[int, Flow] = {}
+    for at, flow in enumerate(flows):
+        geometry = flow.geometry
+        if geometry.listed and flow.most > 1:
+            rows = int(geometry.wanting.counts[flow.parts().line].sum())
+            if rows * geometry.num_addends <= MAX_DIRECT_ROWS:
+                chosen[at] = replace(flow, direct=True)
     sent = {at: _sent(flow) for at, flow in chosen.items()}
     small = sum(int(each.max(initial=0)) for each in sent.values()) <= MAX_DIRECT
     for at, direct in sent.items():
-        if not small or flows[at].geometry.num_addends > 1:
+        if not small or flows[at].stack.adds:
             passing = _sent(flows[at])
             more = direct.sum() > passing.sum()
             if more or direct.max(initial=0) > passing.max(initial=0):
                 continue
         flows[at] = chosen[at]
     return flows
-
-
-def _has_few(flow: Flow) -> bool:
-    """Whether anything is passed on, and in so few rows that all can be looked at."""
-    geometry = flow.geometry
-    if not geometry.listed or flow.most < 2:
-        return False
-    rows = int(geometry.wanting.counts[flow.parts().line].sum())
-    return rows * geometry.num_addends <= MAX_DIRECT_ROWS
 
 
 def _sent(flow: Flow) -> Ints:

@@ -104,7 +104,7 @@ def _check_parts(flow: Flow) -> None:
         box = _as_box(parts.cells.want_low[number], parts.cells.width[number])
         raise ProofError(f"a part of box {box} of {flow.stack.label} is {what}")
     lines = [(flow.geometry.receivers, parts.line, parts.destination, "pass on")]
-    if not flow.adds:
+    if not flow.stack.adds:
         lines.append((flow.geometry.senders, parts.send_line, parts.source, "send"))
     for members, line, rank, what in lines:
         stray = np.flatnonzero(members.find(line, rank) < 0)
@@ -188,11 +188,11 @@ def _written(flow: Flow, world: Ints) -> Ints:
     found = np.zeros(len(world), dtype=np.int64)
     ranks, elements = flow.geometry.copied_elements()
     counted = [(ranks, elements * len(flow.stack.names))]
-    if flow.adds:
+    if flow.stack.adds:
         parts = flow.accumulated()
         counted = [(parts.destination, parts.sizes)]
     for rows in flow.streams():
-        if rows.rows.hop or not flow.adds:
+        if rows.rows.hop or not flow.stack.adds:
             counted += rows.received(rows.rows.sizes)
     for ranks, elements in counted:
         np.add.at(found, np.searchsorted(world, ranks), elements)

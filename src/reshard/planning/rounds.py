@@ -37,7 +37,6 @@ class Uses:
     num_bytes: Ints
     elements: Ints
     """How many elements each counts when a slice holds one element of its row."""
-    num_ranks: int
 
     @property
     def num_parts(self) -> int:
@@ -47,9 +46,7 @@ class Uses:
     def per_phase(self, phases: int) -> tuple[int, int]:
         """The most bytes and the most elements that any rank has in any of so many phases."""
         key = self.rank * phases + self.part % phases
-        places = self.num_ranks * phases
-        num_bytes = np.bincount(key, weights=self.num_bytes, minlength=places)
-        rows = np.bincount(key, weights=self.elements, minlength=places)
+        num_bytes, rows = np.bincount(key, self.num_bytes), np.bincount(key, self.elements)
         return int(num_bytes.max(initial=0)), int(rows.max(initial=0))
 
 
@@ -243,8 +240,8 @@ def _listed_load(flow: Flow, world: Ints, family: object) -> Load:
                 place = np.searchsorted(world, ranks)
                 np.add.at(staged, place, elements * itemsize)
                 np.add.at(count, place, rows * _width(stack, itemsize))
-    if flow.adds:
-        part, wide = flow.accumulated(), flow.accumulator_itemsize
+    if flow.stack.adds:
+        part, wide = flow.accumulated(), stack.accumulator_itemsize
         place = np.searchsorted(world, part.destination)
         np.add.at(staged, place, part.sizes * wide)
         np.add.at(count, place, _width(stack, wide))
@@ -270,11 +267,11 @@ def _uses(flow: Flow, world: Ints) -> Uses:
         moved = rows.take(np.flatnonzero(rows.source != rows.destination))
         for ranks in (moved.source, moved.destination):
             use(ranks, moved, flow.stack.itemsize_at(moved.hop))
-    if flow.adds:
+    if flow.stack.adds:
         added = flow.accumulated()
-        use(added.destination, added, flow.accumulator_itemsize)
+        use(added.destination, added, flow.stack.accumulator_itemsize)
     place, part, num_bytes, elements = map(np.concatenate, zip(*found, strict=True))
-    return Uses(place, part, num_bytes, elements, len(world))
+    return Uses(place, part, num_bytes, elements)
 
 
 def _regular_load(flow: Flow, world: Ints, family: object) -> Load:

@@ -28,7 +28,7 @@ from reshard.planning.cells.transfers import (
     in_want_coordinates,
     with_inserted,
 )
-from reshard.planning.classes import Addends, Stack, addends_of
+from reshard.planning.classes import Stack, addends_of
 from reshard.planning.sharing import LineSet, repeated
 
 __all__ = ["Home", "HostLines", "ListedGeometry", "Stations", "listed_geometries"]
@@ -37,12 +37,11 @@ __all__ = ["Home", "HostLines", "ListedGeometry", "Stations", "listed_geometries
 def listed_geometries(stack: Stack) -> list[ListedGeometry]:
     """The listed geometry of a stack, or one per addend that the destination keeps."""
     if stack.have.layout.reduce is None:
-        return [_Builder(stack, _of_addends(stack.have), _of_addends(stack.want), None).build()]
+        return [_Builder(stack, _of_addends(stack.have), _of_addends(stack.want), ()).build()]
     found = []
-    for addends in addends_of(stack):
-        kept = None if addends.want is None else (addends.want,)
-        have, want = _of_addends(stack.have, addends.have), _of_addends(stack.want, kept)
-        found.append(_Builder(stack, have, want, addends).build())
+    for addends, kept in addends_of(stack):
+        want = _of_addends(stack.want, None if kept is None else (kept,))
+        found.append(_Builder(stack, _of_addends(stack.have, addends), want, addends).build())
     return found
 
 
@@ -139,9 +138,9 @@ class ListedGeometry:
 class _Builder:
     """Joins the boxes of both sides and puts the cells on lines."""
 
-    def __init__(self, stack: Stack, have: Listed, want: Listed, addends: Addends | None) -> None:
+    def __init__(self, stack: Stack, have: Listed, want: Listed, addends: tuple[int, ...]) -> None:
         self.stack, self.have, self.want = stack, have, want
-        self.addends = addends.have if addends and len(addends.have) > 1 else ()
+        self.addends = addends if len(addends) > 1 else ()
 
     def build(self) -> ListedGeometry:
         """Everything about a stack, worked out once."""

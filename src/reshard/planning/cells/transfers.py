@@ -7,7 +7,9 @@ others every cell is worked out once (``listed``).
 
 A row of `Transfers` goes from one rank to another. What a rank sends to a whole line of ranks is
 one row of a `Fan`; what the ranks of a line pass on inside their hosts is a `HostFan`. All three
-give what ranks send and receive, for any amount of each row, without listing every pair of ranks.
+give what ranks send and receive, for any amount of each row, without listing every pair of ranks:
+``sent(amounts)`` and ``received(amounts)`` yield ranks and how much, ``served`` is the number of
+ranks that get each row.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,7 +69,6 @@ class Cells:
 
     @classmethod
     def chain(cls, parts: Sequence[Cells]) -> Cells:
-        """All cells of several lists, one after the other."""
         if len(parts) == 1:
             return parts[0]
         columns = ([getattr(part, each.name) for part in parts] for each in fields(cls))
@@ -81,7 +83,6 @@ class Cells:
         return unit
 
     def take(self, rows: Ints) -> Cells:
-        """The cells at these places."""
         return Cells(*(getattr(self, each.name)[rows] for each in fields(self)))
 
 
@@ -129,19 +130,11 @@ class Transfers:
         return self.runs.stop - self.runs.start
 
     def take(self, rows: Ints) -> Transfers:
-        """The rows at these places."""
-        return Transfers(
-            self.cells,
-            self.runs.take(rows),
-            self.source[rows],
-            self.destination[rows],
-            self.send_line[rows],
-            self.line[rows],
-            self.part[rows],
-            self.hop,
-            self.addend,
-            self.again,
-        )
+        columns = (self.source, self.destination, self.send_line, self.line, self.part)
+        source, destination, send_line, line, part = (column[rows] for column in columns)
+        kept = (self.hop, self.addend, self.again)
+        runs = self.runs.take(rows)
+        return Transfers(self.cells, runs, source, destination, send_line, line, part, *kept)
 
     def of_rank(self, rank: int) -> Iterator[Transfers]:
         """The rows that a rank sends or receives."""
@@ -149,21 +142,18 @@ class Transfers:
 
     @property
     def rows(self) -> Transfers:
-        """All of them."""
         return self
 
     @property
     def served(self) -> Ints:
-        """To how many ranks each row travels: 0 where it stays on its rank."""
+        """0 for a row that stays on its rank."""
         served: Ints = (self.source != self.destination).astype(np.int64)
         return served
 
     def sent(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
-        """Ranks and how much each sends to others, for an amount of each row."""
         yield self.source, amounts * self.served
 
     def received(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
-        """Ranks and how much each gets from others, for an amount of each row."""
         yield self.destination, amounts * self.served
 
     def summed(self, amounts: Ints) -> tuple[Ints, Ints, Ints]:
@@ -198,7 +188,6 @@ class Fan:
         return some, self.apart[some]
 
     def take(self, rows: Ints) -> Fan:
-        """Some of the rows."""
         apart = None if self.apart is None else self.apart[rows]
         return replace(self, rows=self.rows.take(rows), kind=self.kind[rows], apart=apart)
 
@@ -254,7 +243,6 @@ class Fan:
         return found
 
     def sent(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
-        """Ranks and how much each sends, for an amount of each row."""
         yield self.rows.source, amounts * self.served
 
     def received(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
@@ -272,7 +260,6 @@ class Fan:
 
     @cached_property
     def served(self) -> Ints:
-        """How many ranks get each row."""
         served: Ints = self.wanting.counts[self.rows.line] - self.held.counts[self.kind]
         served[self.left_out[0]] -= 1
         return served
@@ -309,21 +296,17 @@ class HostFan:
 
     @cached_property
     def rows(self) -> Transfers:
-        """The rows of the fan, at another hop."""
         return replace(self.fan.rows, hop=self.hop)
 
     @cached_property
     def served(self) -> Ints:
-        """How many ranks get each row."""
         served: Ints = self.fan.served * self.receivers.shape[1]
         return served
 
     def sent(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
-        """Ranks and how much each sends, for an amount of each row."""
         yield self.sender, self.fan.by_member(amounts) * self.receivers.shape[1]
 
     def received(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
-        """Ranks and how much each gets, for an amount of each row."""
         each = np.repeat(self.fan.by_member(amounts), self.receivers.shape[1])
         yield self.receivers.reshape(-1), each
 
@@ -354,21 +337,19 @@ def check_coverage(stack: Stack, want: Listed, box: Ints, sizes: Ints) -> None:
         raise_uncovered(stack)
 
 
-def raise_uncovered(stack: Stack) -> None:
+def raise_uncovered(stack: Stack) -> NoReturn:
     """Find the first wanted box that no source rank holds, and say so."""
-    starts, stops, _, _ = in_want_coordinates(
-        listed_of(stack.have.layout, stack.have.shape), stack.feed
-    )
+    have = listed_of(stack.have.layout, stack.have.shape)
+    starts, stops, *_ = in_want_coordinates(have, stack.feed)
     held = [Box(tuple(a), tuple(b)) for a, b in zip(starts, stops, strict=True)]
     want = listed_of(stack.want.layout, stack.want.shape)
-    lows, highs = with_inserted(want, stack.feed.want_insert)
     moves = stack.feed.moves
     fed = Box(
         tuple(min((start for _, start, _ in runs), default=0) for runs in moves),
         tuple(max((start + length for _, start, length in runs), default=0) for runs in moves),
     )
-    for number, (low, high) in enumerate(zip(lows, highs, strict=True)):
-        box = Box(tuple(low), tuple(high))
+    for number, edges in enumerate(zip(*with_inserted(want, stack.feed.want_insert), strict=True)):
+        box = Box(*map(tuple, edges))
         missing = missing_boxes(box & fed if moves else box, held)
         if missing:
             ranks = ", ".join(map(str, want.of(number)[:4]))

@@ -240,7 +240,7 @@ def needs_of(flow: Flow) -> tuple[int, int]:
     """Bytes that ranks want and lack, and bytes they want and hold; from the layouts alone."""
     geometry, stack = flow.geometry, flow.stack
     times = len(stack.names) * stack.itemsize
-    if flow.adds:
+    if flow.stack.adds:
         moved = ((int(s.rows.sizes @ s.served), s.rows.hop) for s in flow.streams())
         return sum(size * stack.itemsize_at(hop) for size, hop in moved), 0
     copied = int(geometry.copied_elements()[1].sum())
