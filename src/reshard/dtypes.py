@@ -122,8 +122,7 @@ def reduce_in_order(op: str, addends: Sequence[Array], dtype: str, want: str) ->
     return cast(total.astype(storage_dtype(wide), copy=False), wide, want)
 
 
-BLOCK = 1 << 16
-"""Elements that are cast at a time: what numpy makes on the way stays small."""
+BLOCK = 1 << 16  # elements that are cast at a time: what numpy makes on the way stays small
 
 # Bits of the exponent and of the mantissa, bias of the exponent.
 _FLOAT8 = {

@@ -30,11 +30,8 @@ __all__ = [
     "row_major",
 ]
 
-MAX_PIECES = 1 << 22
-"""Pieces of one tensor on one rank; beyond, listing them would not end."""
-
-Interval = tuple[int, int]
-"""Start and stop of a half-open range of indices."""
+MAX_PIECES = 1 << 22  # pieces of one tensor on one rank; beyond, listing them would not end
+Interval = tuple[int, int]  # start and stop of a half-open range of indices
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -26,8 +26,7 @@ from reshard.layout.words import is_mixed
 
 __all__ = ["Listed", "LocalPieces", "listed_of", "owners", "piece_columns"]
 
-MANY = 64
-"""Ranges of a flattened tensor from which on numpy is faster."""
+MANY = 64  # ranges of a flattened tensor from which on numpy is faster
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -36,10 +35,8 @@ class Listed:
 
     starts: Ints
     stops: Ints
-    first: Ints
-    """Where the holders of each box begin in ``holders``; one more entry ends the last."""
-    holders: Ints
-    """The ranks of the first box in rising order, then those of the second, and so on."""
+    first: Ints  # where the holders of each box begin in ``holders``; one more entry ends the last
+    holders: Ints  # the ranks of the first box in rising order, then those of the second, and so on
 
     def of(self, box: int) -> Ints:
         return self.holders[self.first[box] : self.first[box + 1]]

@@ -57,8 +57,7 @@ Edges = tuple[tuple[int, ...], tuple[int, ...]]
 MAX_STEPS = 24_000_000
 """About two seconds of sweeping. Overlapping boxes can encode any logical formula, for which no
 method is fast; the shards of a real job take a few hundred steps for each box."""
-MAX_CUT_ROUNDS = 32
-"""Rounds of straight cuts; boxes that are nested deeper are compared in pairs."""
+MAX_CUT_ROUNDS = 32  # rounds of straight cuts; boxes that are nested deeper are compared in pairs
 PAIRS_AT_ONCE = 1 << 18
 MAX_PAIRS = 1 << 20
 """Pairs compared before `missing_boxes` gives up proving that boxes are disjoint and sweeps."""
@@ -361,8 +360,7 @@ class _Sweep:
     num_boxes: int
     least: float
     most: float
-    limit: int | None = None
-    """The number of parts after which the search ends."""
+    limit: int | None = None  # the number of parts after which the search ends
     steps: int = 0
 
     def boxes(self, present: Iterable[Box]) -> Iterator[Box]:

@@ -28,8 +28,7 @@ from reshard.layout.words import Cut, Cuts, Packed, axes_of, check_sum, is_mixed
 
 __all__ = ["DimTable", "Grid", "Ints", "addend_of", "grids_of", "num_addends", "stacked"]
 
-MAX_BOXES = 1 << 26
-"""Boxes that are listed at once; beyond, memory would not suffice."""
+MAX_BOXES = 1 << 26  # boxes that are listed at once; beyond, memory would not suffice
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -39,10 +38,8 @@ class DimTable:
     starts: Ints
     stops: Ints
     parts: Ints
-    places: Ints
-    """What each part adds to the place of a region in the mesh."""
-    axes: tuple[str, ...]
-    """The axes that cut the dim."""
+    places: Ints  # what each part adds to the place of a region in the mesh
+    axes: tuple[str, ...]  # the axes that cut the dim
 
     @property
     def num_parts(self) -> int:

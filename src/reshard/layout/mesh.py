@@ -30,9 +30,7 @@ RESERVED = frozenset({"on", "sum", "avg", "max", "min", "prod", "flat", "without
 MAX_TEXT = 1 << 20
 MAX_AXES = 32
 MAX_RANK = 1 << 40
-MAX_RANKS = 1 << 20
-"""More ranks than any cluster has; a text may not make us allocate more."""
-
+MAX_RANKS = 1 << 20  # more ranks than any cluster has; a text may not make us allocate more
 _AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z", re.ASCII)
 _AXIS_SIZE = re.compile(r"([^\s=]+)=([0-9]+)\Z")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?\Z", re.ASCII)

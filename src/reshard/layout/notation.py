@@ -56,9 +56,7 @@ _NAME = re.compile(r"[A-Za-z_]", re.ASCII)
 _ORDER = ("on", "reduce", "flat", "without")
 MAX_TEXT = 1 << 20
 MAX_DEPTH = 16
-MAX_ANSWERED = 200
-"""Characters of a text in another notation that is answered in ours."""
-
+MAX_ANSWERED = 200  # characters of a text in another notation that is answered in ours
 _T = TypeVar("_T")
 
 

@@ -44,9 +44,7 @@ __all__ = [
     "tiling",
 ]
 
-MAX_BLOCKS = 1 << 22
-"""Blocks of a block-cyclic dim are listed one by one."""
-
+MAX_BLOCKS = 1 << 22  # blocks of a block-cyclic dim are listed one by one
 OPS = ("sum", "avg", "max", "min", "prod")
 """How addends along the axes of a pending reduction become the value."""
 
@@ -148,18 +146,14 @@ Cuts: TypeAlias = tuple[Cut, ...]
 class Words:
     """A parsed layout text."""
 
-    dims: tuple[Cuts, ...]
-    """The cuts of each dim that has a word of its own."""
-    rest: int | None = None
-    """Where ``...`` stands among the dims, if it does."""
+    dims: tuple[Cuts, ...]  # the cuts of each dim that has a word of its own
+    rest: int | None = None  # where ``...`` stands among the dims, if it does
     on: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """The coordinates that hold the tensor, for axes where not all do."""
     reduce: tuple[str, tuple[str, ...]] | None = None
     """The operation and the axes of a pending reduction."""
-    flat: Cuts = ()
-    """How the flattened local tensor is cut."""
-    without: tuple[int, ...] = ()
-    """The ranks that are lost."""
+    flat: Cuts = ()  # how the flattened local tensor is cut
+    without: tuple[int, ...] = ()  # the ranks that are lost
 
     def __str__(self) -> str:
         words = [format_cuts(cuts) or "-" for cuts in self.dims]

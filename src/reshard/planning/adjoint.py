@@ -66,12 +66,10 @@ class Spread:
 
     gather: Plan | None
     """From the second, third, ... holder of each box to the first; one name per number."""
-    spread: Plan
-    """From first holders to everyone who wants the sums."""
+    spread: Plan  # from first holders to everyone who wants the sums
     holding: tuple[Boxes, ...]
     """For the first, second, ... holder: the boxes that each rank brings."""
-    wanting: Boxes
-    """The boxes of sums that each rank gets; what is in none of them is zero."""
+    wanting: Boxes  # the boxes of sums that each rank gets; what is in none of them is zero
 
     @staticmethod
     def name(number: int) -> str:
@@ -89,13 +87,10 @@ class SumMove:
     have: Layout
     want: Layout
     shape: tuple[int, ...]
-    dtype: str
-    """The dtype of what is added up."""
+    dtype: str  # the dtype of what is added up
     memory: int
-    adds: bool = True
-    """Whether replicas are added up; otherwise all of them have the sum already."""
-    cast: str | None = None
-    """The dtype of the sums; that of the addends, if none is given."""
+    adds: bool = True  # whether replicas are added up; otherwise all of them have the sum already
+    cast: str | None = None  # the dtype of the sums; that of the addends, if none is given
 
     @property
     def back(self) -> SumMove:

@@ -34,19 +34,13 @@ __all__ = ["AT_ONCE", "Flow", "flows_of", "grain_of", "lacking", "share_plainly"
 
 Geometry = ListedGeometry | RegularGeometry
 Parts = Sequence[tuple[Stack, Geometry]]
-
-AT_ONCE = 1 << 20
-"""Rows of fans that are listed together."""
-
-SMALL = 64 * 1024
-"""Bytes below which cutting a transfer costs more than it balances."""
-
+AT_ONCE = 1 << 20  # rows of fans that are listed together
+SMALL = 64 * 1024  # bytes below which cutting a transfer costs more than it balances
 MAX_DIRECT = 256 * 1024
 """Bytes up to which a rank sends copies of the same to all that want it: a round less is worth
 more. Where that makes no rank busier than passing on would, it does so with any number of bytes."""
 
-MAX_DIRECT_ROWS = 4096
-"""Rows of a stack of which that is tried out."""
+MAX_DIRECT_ROWS = 4096  # rows of a stack of which that is tried out
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,8 +51,7 @@ class Flow:
     geometry: Geometry
     sending: Slots
     receiving: Slots
-    unit: int
-    """Cuts fall between whole parts of a cell of at most so many elements."""
+    unit: int  # cuts fall between whole parts of a cell of at most so many elements
     direct: bool = False
     """Whether senders serve all ranks that want a line, so that relays pass nothing on."""
 

@@ -38,11 +38,8 @@ from reshard.planning.sharing import Job, LineSet, Loads, Slots, repeated, share
 __all__ = ["HostFlow", "host_flows"]
 
 HostJob = tuple[Stack, ListedGeometry, HostLines]
-
-IN_BALANCE = 1.1
-"""How far above the mean a rank may be that passes on."""
-NEARLY = 1.02
-"""How far above what the busiest host must receive a host may be that sends."""
+IN_BALANCE = 1.1  # how far above the mean a rank may be that passes on
+NEARLY = 1.02  # how far above what the busiest host must receive a host may be that sends
 
 
 @dataclass(frozen=True, eq=False)

@@ -69,8 +69,7 @@ class Take:
     """One source tensor, or a part of it, perhaps padded."""
 
     name: str
-    crop: tuple[tuple[int, tuple[int, int]], ...] = ()
-    """Dims of which only start to stop is taken."""
+    crop: tuple[tuple[int, tuple[int, int]], ...] = ()  # dims of which only start to stop is taken
     index: tuple[tuple[int, int], ...] = ()
     """Dims of which one index is taken; the destination lacks these dims."""
     pad: tuple[tuple[int, int], ...] = ()

@@ -54,16 +54,13 @@ __all__ = ["DEFAULT_MEMORY", "Handle", "Plan", "RunOptions", "plan"]
 DEFAULT_MEMORY = 256 << 20
 """Bytes that a rank may stage beyond source and destination, unless ``memory=`` says otherwise."""
 
-MAX_KEPT = 16
-"""How many ranks' parts a plan keeps, for executors that ask more than once."""
-
+MAX_KEPT = 16  # how many ranks' parts a plan keeps, for executors that ask more than once
 SCHEMA = "reshard.plan/1"
 MAX_TEXT = 1 << 30
 _UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What reading data of a wrong kind may raise."""
 
-ONE = "tensor"
-"""The name of the tensor in a plan for one tensor."""
+ONE = "tensor"  # the name of the tensor in a plan for one tensor
 
 
 class RunOptions(TypedDict, total=False):

@@ -26,24 +26,16 @@ class Step:
     """A box of one tensor that goes from one rank to another in one round."""
 
     round: int
-    name: str
-    """The destination tensor."""
-    box: Box
-    """The box in the destination tensor."""
+    name: str  # the destination tensor
+    box: Box  # the box in the destination tensor
     source: int
     destination: int
-    num_bytes: int
-    """Bytes on the wire."""
-    dtype: str
-    """The dtype on the wire."""
-    hop: int
-    """0: read from the source tensor; 1 or more: from the destination tensor of the sender."""
-    addend: int
-    """Which addend of a pending reduction it carries; -1 where nothing is added up."""
-    have_name: str
-    """The source tensor."""
-    have_box: Box
-    """The same box in the source tensor."""
+    num_bytes: int  # bytes on the wire
+    dtype: str  # the dtype on the wire
+    hop: int  # 0: read from the source tensor; 1 or more: from the destination tensor of the sender
+    addend: int  # which addend of a pending reduction it carries; -1 where nothing is added up
+    have_name: str  # the source tensor
+    have_box: Box  # the same box in the source tensor
     again: bool
     """Whether its sender has the same box for another rank too, so that this is no first copy."""
 
@@ -166,10 +158,8 @@ class RankPlan:
     rank: int
     sends: Steps
     receives: Steps
-    copies: Steps
-    """What it copies from its own source tensor, and addends it holds itself."""
-    fills: tuple[Fill, ...]
-    """Boxes of its destination tensors that become zeros."""
+    copies: Steps  # what it copies from its own source tensor, and addends it holds itself
+    fills: tuple[Fill, ...]  # boxes of its destination tensors that become zeros
 
     @classmethod
     def of(

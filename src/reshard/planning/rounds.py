@@ -35,8 +35,7 @@ class Uses:
     rank: Ints
     part: Ints
     num_bytes: Ints
-    elements: Ints
-    """How many elements each counts when a slice holds one element of its row."""
+    elements: Ints  # how many elements each counts when a slice holds one element of its row
 
     @property
     def num_parts(self) -> int:
@@ -57,15 +56,11 @@ class Load:
     stack: Stack
     family: object
     """Equal for stacks that differ only in who holds the source, such as pipeline stages."""
-    staged: Ints
-    """Bytes of each rank."""
-    rows: int
-    """The most transfers that any rank takes part in."""
+    staged: Ints  # bytes of each rank
+    rows: int  # the most transfers that any rank takes part in
     itemsize: int
-    hops: int
-    """The rounds that passing on takes after the first."""
-    longest: int
-    """The elements of the longest transfer."""
+    hops: int  # the rounds that passing on takes after the first
+    longest: int  # the elements of the longest transfer
     uses: Callable[[], Uses] | None
     """Who has to do with which part, worked out on demand; None where that is not listed."""
 
@@ -79,8 +74,7 @@ class Slot:
 
     first: int
     slices: int = 1
-    unit: int = 1
-    """Slices end between whole parts of a cell of at most so many elements."""
+    unit: int = 1  # slices end between whole parts of a cell of at most so many elements
     hops: int = 0
     phases: int = 1
 

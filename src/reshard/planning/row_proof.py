@@ -38,13 +38,9 @@ __all__ = [
     "wrong_runs",
 ]
 
-MAX_ROWS = 1 << 18
-"""Rows that are looked at one by one."""
-PER_FLOW = 100
-"""As how many rows a rank counts for each flow, because it takes as long."""
-
-ROW_BYTES = 400
-"""About what a row takes while its rank is looked at."""
+MAX_ROWS = 1 << 18  # rows that are looked at one by one
+PER_FLOW = 100  # as how many rows a rank counts for each flow, because it takes as long
+ROW_BYTES = 400  # about what a row takes while its rank is looked at
 
 
 def check_ranks(plan: Plan, groups: Sequence[TensorGroup]) -> None:
@@ -133,11 +129,9 @@ def _in_turn(plan: Plan) -> list[int]:
 class TensorGroup:
     """Destination tensors that are fed by the same stacks and filled in the same boxes."""
 
-    name: str
-    """The first of them."""
+    name: str  # the first of them
     spec: TensorSpec
-    stacks: set[int]
-    """The ids of the stacks."""
+    stacks: set[int]  # the ids of the stacks
     fills: Sequence[Box]
 
 

@@ -45,11 +45,8 @@ __all__ = [
     "share",
 ]
 
-MAX_PASSES = 48
-"""How often crossing lines are filled again, at most."""
-GOOD = 1.004
-"""Loads closer than this count as equal."""
-
+MAX_PASSES = 48  # how often crossing lines are filled again, at most
+GOOD = 1.004  # loads closer than this count as equal
 MUCH = 16 << 20
 """A member that sends this many bytes takes part, however small its share: a share that goes to
 thousands of ranks is passed on by many."""
@@ -84,14 +81,10 @@ class LeastLoaded:
 class Line:
     """Equal numbers of members share each of several amounts, one per row."""
 
-    amounts: Ints
-    """Bytes to share, one per row."""
-    members: Ints
-    """The index of each member, one row per amount."""
-    grain: int
-    """No share is smaller than this, unless the amount is."""
-    item: int = 1
-    """Shares are whole multiples of this many bytes, as amounts are."""
+    amounts: Ints  # bytes to share, one per row
+    members: Ints  # the index of each member, one row per amount
+    grain: int  # no share is smaller than this, unless the amount is
+    item: int = 1  # shares are whole multiples of this many bytes, as amounts are
 
 
 def fill(amounts: Ints, loads: Ints, most: Ints) -> Ints:
@@ -178,14 +171,10 @@ def _improvable(lines: Sequence[Line], shares: Sequence[Ints], loads: Ints) -> b
 class Slots:
     """Lines laid end to end, and the slots that divide them."""
 
-    base: Ints
-    """Where each line begins; one more entry ends the last."""
-    starts: Ints
-    """Where each slot begins."""
-    ranks: Ints
-    """Whose slot it is."""
-    first: Ints
-    """The first slot of each line; one more entry ends the last."""
+    base: Ints  # where each line begins; one more entry ends the last
+    starts: Ints  # where each slot begins
+    ranks: Ints  # whose slot it is
+    first: Ints  # the first slot of each line; one more entry ends the last
 
     @classmethod
     def of(cls, lines: LineSet, shares: Ints) -> Slots:
@@ -204,8 +193,7 @@ class LineSet:
     """Amounts of elements, each with the ranks that share it, in rising order."""
 
     amounts: Ints
-    first: Ints
-    """Where the members of each line begin in ``members``; one more entry ends the last."""
+    first: Ints  # where the members of each line begin in ``members``; one more entry ends the last
     members: Ints
 
     @classmethod

@@ -36,12 +36,10 @@ Config = Mapping[str, Any]
 class _ModelType:
     """What must be known of a ``model_type`` beside its config."""
 
-    family: str
-    """Its family of rules."""
+    family: str  # its family of rules
     defaults: Config = field(default_factory=dict)
     """What transformers assumes where a config leaves it out, as far as it is needed here."""
-    tied: bool = False
-    """Whether the output layer is the embedding unless the config says otherwise."""
+    tied: bool = False  # whether the output layer is the embedding unless the config says otherwise
     expert_size: str | None = None
     """Where the config of a model with experts has the rows of their first matrices."""
 
@@ -184,8 +182,7 @@ _PRESETS = {
         torch_dtype="float32",
     ),
 }  # fmt: skip
-PRESETS: Mapping[str, Config] = MappingProxyType(_PRESETS)
-"""The configs of some published models."""
+PRESETS: Mapping[str, Config] = MappingProxyType(_PRESETS)  # the configs of some published models
 
 
 def preset(name: str) -> Config:

@@ -49,8 +49,7 @@ class Rule:
     """One line of ``[tensors]``."""
 
     pattern: Pattern
-    layout: Template | None
-    """How matching tensors are cut; None leaves that to other rules."""
+    layout: Template | None  # how matching tensors are cut; None leaves that to other rules
     on: tuple[Place, ...] | None
     """Where matching tensors live; None leaves that to other rules, empty means everywhere."""
 
@@ -71,14 +70,10 @@ class Factor:
 class Document:
     """A rules file, read and checked."""
 
-    axes: tuple[str, ...] = ()
-    """The axes its layouts may name."""
-    mesh: Mesh | None = None
-    """The mesh to use where the caller names none."""
-    fsdp: tuple[str, ...] = ()
-    """The axes that cut dim 0 of everything further."""
-    replicate: tuple[str, ...] = ()
-    """The axes along which tensors are replicated on purpose."""
+    axes: tuple[str, ...] = ()  # the axes its layouts may name
+    mesh: Mesh | None = None  # the mesh to use where the caller names none
+    fsdp: tuple[str, ...] = ()  # the axes that cut dim 0 of everything further
+    replicate: tuple[str, ...] = ()  # the axes along which tensors are replicated on purpose
     requested: tuple[str, ...] = ()
     """The axes that the caller, not the file, named as one of these two: a mesh must have them."""
     model: Mapping[str, int | None] = field(default_factory=dict)
@@ -86,8 +81,7 @@ class Document:
     counts: Mapping[str, str] = field(default_factory=dict)
     """Numbers that can be counted: one more than the largest index of that name."""
     factors: tuple[Factor, ...] = ()
-    rules: tuple[Rule, ...] = ()
-    """The most specific first."""
+    rules: tuple[Rule, ...] = ()  # the most specific first
     names: Mapping[str, Any] = field(default_factory=dict)
     """Tensors that have other names elsewhere, or are joined there; as written."""
 

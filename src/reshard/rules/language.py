@@ -89,8 +89,7 @@ class Pattern:
     """One name pattern of a rules file."""
 
     text: str
-    captures: tuple[str, ...]
-    """The names of the captured integers, in order."""
+    captures: tuple[str, ...]  # the names of the captured integers, in order
     regex: re.Pattern[str] = field(compare=False, repr=False)
     rank: tuple[int, int, int] = field(compare=False, repr=False)
     """How specific the pattern is; larger wins."""
@@ -192,8 +191,7 @@ class Formula:
     """A formula over numbers of the model, captured indices and sizes of axes."""
 
     text: str
-    names: frozenset[str]
-    """The names it uses."""
+    names: frozenset[str]  # the names it uses
     tree: ast.expr = field(compare=False, repr=False)
 
     @classmethod

@@ -41,9 +41,7 @@ __all__ = [
 
 Shape: TypeAlias = tuple[int, ...]
 Named: TypeAlias = Iterator[tuple[str, Shape]]
-Tensors: TypeAlias = dict[str, tuple[Shape, str]]
-"""{name: (shape, dtype)}"""
-
+Tensors: TypeAlias = dict[str, tuple[Shape, str]]  # {name: (shape, dtype)}
 MAX_TENSORS = 10_000_000
 
 

@@ -50,10 +50,8 @@ class Spot:
     """Where ``on`` puts tensors along one axis, by the integers in their names."""
 
     place: Place
-    ordinals: Mapping[str, int]
-    """Which integer of the name each captured index is."""
-    pick: Callable[[Sequence[str]], object]
-    """These integers of all those in a name."""
+    ordinals: Mapping[str, int]  # which integer of the name each captured index is
+    pick: Callable[[Sequence[str]], object]  # these integers of all those in a name
     known: dict[object, tuple[int, ...]] = field(default_factory=dict)
 
 

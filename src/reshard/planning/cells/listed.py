@@ -80,18 +80,14 @@ class ListedGeometry:
     """All cells of a stack and their lines, as columns."""
 
     cells: Cells
-    senders: LineSet
-    """The ranks that share the sending of each line."""
+    senders: LineSet  # the ranks that share the sending of each line
     receivers: LineSet
     """The ranks that share each line; those that add up addends, where there are any."""
-    wanting: LineSet
-    """The ranks that want each line; some may hold parts of it."""
+    wanting: LineSet  # the ranks that want each line; some may hold parts of it
     copies: tuple[Cells, Ints]
     """Cells that some rank both holds and wants, once per such rank, and these ranks."""
-    wanted: int
-    """Elements of one tensor that ranks want, once per such rank."""
-    kinds: Kinds | None = None
-    """Who holds what it wants; None where addends are added up."""
+    wanted: int  # elements of one tensor that ranks want, once per such rank
+    kinds: Kinds | None = None  # who holds what it wants; None where addends are added up
     addends: tuple[int, ...] = ()
     """Which addends of the source these are; none where nothing is added up."""
     holders: tuple[Ints, Ints] | None = None
@@ -229,16 +225,14 @@ def _reducing(held: LineSet, wanting: LineSet, wanted: Ints) -> tuple[LineSet, L
     return adding, wanting.take(np.array([want for _, want in lines], dtype=np.int64)), of_kind
 
 
-Home = Callable[[Ints], Ints]
-"""The hosts of ranks."""
+Home = Callable[[Ints], Ints]  # the hosts of ranks
 
 
 @dataclass(frozen=True, eq=False)
 class Stations(LineSet):
     """The ranks of lines, host by host: a station is the ranks of a line on one host."""
 
-    lines: LineSet
-    """The hosts of each line, in the order of the stations."""
+    lines: LineSet  # the hosts of each line, in the order of the stations
 
     @classmethod
     def by_host(cls, lines: LineSet, home: Home) -> Stations:
@@ -258,19 +252,13 @@ class Stations(LineSet):
 class HostLines:
     """Both kinds of lines of a geometry, and the hosts where a line is wanted and held."""
 
-    wanting: Stations
-    """The ranks that want each line."""
-    holding: Stations
-    """The ranks that hold each line of senders."""
+    wanting: Stations  # the ranks that want each line
+    holding: Stations  # the ranks that hold each line of senders
     kinds: Kinds
-    common: LineSet
-    """The hosts that hold and want each kind."""
-    wanted_at: Ints
-    """The station of ranks that want the kind on each of these hosts."""
-    held_at: Ints
-    """The station of ranks that hold it there."""
-    lacking: LineSet
-    """The ranks there that want it and do not hold it."""
+    common: LineSet  # the hosts that hold and want each kind
+    wanted_at: Ints  # the station of ranks that want the kind on each of these hosts
+    held_at: Ints  # the station of ranks that hold it there
+    lacking: LineSet  # the ranks there that want it and do not hold it
 
     @classmethod
     def of(cls, geometry: ListedGeometry, home: Home) -> HostLines | None:

@@ -29,8 +29,7 @@ from reshard.planning.sharing import LineSet
 
 __all__ = ["RegularGeometry", "regular_geometry"]
 
-MAX_CELLS = 1 << 26
-"""Cells that are worked out at once; more would not fit into memory."""
+MAX_CELLS = 1 << 26  # cells that are worked out at once; more would not fit into memory
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -38,14 +37,10 @@ class _Side:
     """The runs of a dim seen from one side: which part each is of, and what comes before it."""
 
     part: Ints
-    before: Ints
-    """Elements of the same part in earlier runs."""
-    total: Ints
-    """Elements of each part that meet anything."""
-    order: Ints
-    """The runs sorted by part."""
-    first: Ints
-    """Where the runs of each part begin in ``order``; one more entry ends the last."""
+    before: Ints  # elements of the same part in earlier runs
+    total: Ints  # elements of each part that meet anything
+    order: Ints  # the runs sorted by part
+    first: Ints  # where the runs of each part begin in ``order``; one more entry ends the last
 
     @classmethod
     def of(cls, part: Ints, width: Ints, num_parts: int) -> _Side:
@@ -71,8 +66,7 @@ class DimMeet:
     width: Ints
     have: _Side
     want: _Side
-    needed: Ints
-    """Elements of each destination part that the source should provide."""
+    needed: Ints  # elements of each destination part that the source should provide
 
     def common(self, have_part: Ints, want_part: Ints) -> Ints:
         """How many elements pairs of parts have in common."""

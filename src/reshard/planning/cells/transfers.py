@@ -50,16 +50,11 @@ class Cells:
     have_low: Ints
     want_low: Ints
     width: Ints
-    size: Ints
-    """Elements of each cell."""
-    send_line: Ints
-    """The line of ranks that hold each cell."""
-    send_at: Ints
-    """How many elements of that line come before each cell."""
-    receive_line: Ints
-    """The line of ranks that want each cell."""
-    receive_at: Ints
-    """How many elements of that line come before each cell."""
+    size: Ints  # elements of each cell
+    send_line: Ints  # the line of ranks that hold each cell
+    send_at: Ints  # how many elements of that line come before each cell
+    receive_line: Ints  # the line of ranks that want each cell
+    receive_at: Ints  # how many elements of that line come before each cell
 
     @classmethod
     def none(cls, num_dims: int) -> Cells:
@@ -90,14 +85,10 @@ class Cells:
 class Kinds:
     """Cells of one kind are on the same two lines."""
 
-    of: Ints
-    """The kind of each cell that travels."""
-    send: Ints
-    """The line of ranks that hold each kind."""
-    receive: Ints
-    """The line of ranks that want it."""
-    held: LineSet
-    """The ranks of each kind that hold what they want."""
+    of: Ints  # the kind of each cell that travels
+    send: Ints  # the line of ranks that hold each kind
+    receive: Ints  # the line of ranks that want it
+    held: LineSet  # the ranks of each kind that hold what they want
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -108,12 +99,9 @@ class Transfers:
     runs: Runs
     source: Ints
     destination: Ints
-    send_line: Ints
-    """The line of ranks that hold each row."""
-    line: Ints
-    """The line of ranks that want each row."""
-    part: Ints
-    """A number that a row has in common with the rows that pass it on or add to it."""
+    send_line: Ints  # the line of ranks that hold each row
+    line: Ints  # the line of ranks that want each row
+    part: Ints  # a number that a row has in common with the rows that pass it on or add to it
     hop: int
     """0: from a source rank; 1 or more: passed on by a rank that received it one hop before."""
     addend: int = -1
@@ -168,13 +156,10 @@ class Fan:
     A rank that passes rows on is one of their line; a source rank that wants them holds them.
     """
 
-    rows: Transfers
-    """Their destinations do not count."""
+    rows: Transfers  # their destinations do not count
     wanting: LineSet
-    kind: Ints
-    """Rows of one kind have the same holders and are wanted by the same ranks."""
-    held: LineSet
-    """The ranks of each kind that hold what they want."""
+    kind: Ints  # rows of one kind have the same holders and are wanted by the same ranks
+    held: LineSet  # the ranks of each kind that hold what they want
     apart: Ints | None = None
     """Between hosts: the rank of each row's line on the sender's own host, or -1."""
 
@@ -288,10 +273,8 @@ class HostFan:
     what that member gets to others."""
 
     fan: Fan
-    sender: Ints
-    """One for every member of every line of the fan."""
-    receivers: Ints
-    """To whom each sends, one row for every member."""
+    sender: Ints  # one for every member of every line of the fan
+    receivers: Ints  # to whom each sends, one row for every member
     hop: int
 
     @cached_property

@@ -24,16 +24,10 @@ from reshard.planning.sharing import LineSet, repeated
 
 __all__ = ["Stream", "messages_of", "pairs_of"]
 
-MAX_LISTED = 1 << 12
-"""Rows of a fan whose pairs are listed one by one."""
-
-Places = Callable[[Ints], Ints]
-"""The places of ranks among all ranks of a plan."""
-
+MAX_LISTED = 1 << 12  # rows of a fan whose pairs are listed one by one
+Places = Callable[[Ints], Ints]  # the places of ranks among all ranks of a plan
 Columns = tuple[Ints, ...]
-
-Turn = tuple[int, int]
-"""A phase and a slice; (-1, -1) stands for all of them."""
+Turn = tuple[int, int]  # a phase and a slice; (-1, -1) stands for all of them
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,19 +223,13 @@ class _Classes:
     hold all of it, and the sender. Sets are compared by sums of random numbers.
     """
 
-    host: Ints
-    """The host of each rank, as a number below that of hosts."""
-    hosts: LineSet
-    """The ranks of each host."""
+    host: Ints  # the host of each rank, as a number below that of hosts
+    hosts: LineSet  # the ranks of each host
     places: Places
-    lines: LineSet
-    """Different lines of all kinds."""
-    line: Ints
-    """The line of each kind."""
-    held: LineSet
-    """The ranks of each kind that hold what is sent."""
-    mark: NDArray[np.uint64]
-    """A random number for each kind; kinds of equal sets have equal ones."""
+    lines: LineSet  # different lines of all kinds
+    line: Ints  # the line of each kind
+    held: LineSet  # the ranks of each kind that hold what is sent
+    mark: NDArray[np.uint64]  # a random number for each kind; kinds of equal sets have equal ones
 
     @classmethod
     def of(cls, fans: Sequence[Fan], hosts: Ints, places: Places) -> _Classes:
@@ -316,16 +304,11 @@ class Sends:
     """The pairs of ranks that senders of some classes make."""
 
     senders: Ints
-    of: Ints
-    """The class of each sender."""
-    members: Mask
-    """The ranks of sets of lines, one row each."""
-    which: Ints
-    """The set of each class."""
-    held: Ints
-    """Ranks of the set of a class that it does not send to; one number for both, rising."""
-    host: Ints
-    """The host of each rank."""
+    of: Ints  # the class of each sender
+    members: Mask  # the ranks of sets of lines, one row each
+    which: Ints  # the set of each class
+    held: Ints  # ranks of the set of a class that it does not send to; one number for both, rising
+    host: Ints  # the host of each rank
     own: tuple[Ints, Ints]
     """The ranks of the host of each sender: the number of the sender, and the rank."""
 
