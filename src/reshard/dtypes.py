@@ -282,13 +282,7 @@ def _float8_values(dtype: str) -> Array:
     fraction = np.where(exponent > 0, 1.0, 0.0) + mantissa / (1 << mantissa_bits)
     values = np.ldexp(fraction, np.maximum(exponent, 1) - bias)
     values = np.where(codes >= 128, -values, values)
-    return _with_specials(values, dtype).astype(np.float32)
-
-
-def _with_specials(values: Array, dtype: str) -> Array:
-    """Infinities and NaNs, which each of the dtypes has elsewhere."""
-    import numpy as np
-
+    # Infinities and NaNs, which each of the dtypes has elsewhere.
     if dtype.endswith("fnuz"):
         values[0x80] = np.nan
     elif dtype == "float8_e4m3fn":
@@ -296,4 +290,5 @@ def _with_specials(values: Array, dtype: str) -> Array:
     else:
         values[[0x7C, 0xFC]] = np.inf, -np.inf
         values[[0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]] = np.nan
-    return values
+    numbers: Array = values.astype(np.float32)
+    return numbers

@@ -118,11 +118,10 @@ class _Machine:
 
     def pack(self, step: Step) -> Array:
         """The elements of a step, in the dtype that travels."""
+        side, name, box = 1, step.name, step.box
         if step.hop == 0:
-            view = self._view(0, step.have_name, step.have_box)
-            return cast(view, self.specs[0][step.have_name].dtype, step.dtype).copy()
-        view = self._view(1, step.name, step.box)
-        return cast(view, self.specs[1][step.name].dtype, step.dtype).copy()
+            side, name, box = 0, step.have_name, step.have_box
+        return cast(self._view(side, name, box), self.specs[side][name].dtype, step.dtype).copy()
 
     def finish(self, number: int, messages: Mapping[int, list[Array]]) -> None:
         """Copy what stays here, unpack what arrived, and add up addends in order."""

@@ -163,23 +163,18 @@ def flat_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
         yield Box((), ())
         return
     inner = prod(shape[1:])
-    first, last = start // inner, (stop - 1) // inner
-    if first == last:
-        yield from _within(
-            first, flat_range(shape[1:], start - first * inner, stop - first * inner)
-        )
+    first, last = -(-start // inner), stop // inner
+    if first > last:
+        yield from _within(last, shape[1:], start - last * inner, stop - last * inner)
         return
-    if start > first * inner:
-        yield from _within(first, flat_range(shape[1:], start - first * inner, inner))
-        first += 1
-    whole = last + 1 if stop == (last + 1) * inner else last
-    if first < whole:
-        yield Box((first,) + (0,) * (len(shape) - 1), (whole, *shape[1:]))
-    if whole == last:
-        yield from _within(last, flat_range(shape[1:], 0, stop - last * inner))
+    yield from _within(first - 1, shape[1:], start - (first - 1) * inner, inner)
+    if first < last:
+        yield Box((first,) + (0,) * (len(shape) - 1), (last, *shape[1:]))
+    yield from _within(last, shape[1:], 0, stop - last * inner)
 
 
-def _within(row: int, boxes: Iterable[Box]) -> Iterator[Box]:
+def _within(row: int, shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    boxes = flat_range(shape, start, stop)
     return (Box((row, *box.start), (row + 1, *box.stop)) for box in boxes)
 
 

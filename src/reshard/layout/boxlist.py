@@ -101,25 +101,25 @@ def _flat_boxes(shape: tuple[int, ...], low: Ints, high: Ints) -> tuple[Ints, In
         none = np.zeros((len(low), 0), dtype=np.int64)
         return np.arange(len(low)), np.zeros((len(low), 1), np.int64), none
     inner = prod(shape[1:])
-    first, last = low // inner, (high - 1) // inner
-    same, head = first == last, (first < last) & (low > first * inner)
-    whole = np.where(high == (last + 1) * inner, last + 1, last)
-    tail = (first < last) & (whole == last)
-    parts = [(np.flatnonzero(same), first, low - first * inner, high - first * inner)]
-    parts.append((np.flatnonzero(head), first, low - first * inner, inner + 0 * high))
-    parts.append((np.flatnonzero(tail), last, 0 * low, high - last * inner))
-    row = np.concatenate([rows for rows, *_ in parts])
+    first, last = -(-low // inner), high // inner
+    head, tail, inside = low - (first - 1) * inner, high - last * inner, first > last
+    ragged = [
+        (inside, last, low - last * inner, tail),
+        (~inside & (head < inner), first - 1, head, np.full_like(low, inner)),
+        (~inside & (tail > 0), last, np.zeros_like(low), tail),
+    ]
+    row = np.concatenate([np.flatnonzero(some) for some, *_ in ragged])
     index, begin, end = (
-        np.concatenate([part[column][part[0]] for part in parts]) for column in (1, 2, 3)
+        np.concatenate([part[column][part[0]] for part in ragged]) for column in (1, 2, 3)
     )
     of, starts, stops = _flat_boxes(shape[1:], begin, end)
-    middle = np.flatnonzero((first < last) & (first + head < whole))
+    middle = np.flatnonzero(first < last)
     starts = np.concatenate([index[of, None], starts], axis=1)
     stops = np.concatenate([index[of, None] + 1, stops], axis=1)
     more = np.zeros((len(middle), starts.shape[1]), dtype=np.int64)
-    more[:, 0] = (first + head)[middle]
-    ends = np.broadcast_to(np.array(shape, dtype=np.int64), (len(middle), len(shape))).copy()
-    ends[:, 0] = whole[middle]
+    more[:, 0] = first[middle]
+    ends = np.tile(np.array(shape, dtype=np.int64), (len(middle), 1))
+    ends[:, 0] = last[middle]
     return (
         np.concatenate([row[of], middle]),
         np.concatenate([starts, more]),

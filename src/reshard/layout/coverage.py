@@ -30,7 +30,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice, pairwise
 from math import inf, prod
-from operator import lt
 from typing import TYPE_CHECKING
 
 from reshard.errors import CoverageError
@@ -173,18 +172,13 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
         return None
     if len(boxes) <= FEW_BOXES:
         pairs = combinations(range(len(boxes)), 2)
-        return next((pair for pair in pairs if _overlap(*(boxes[i] for i in pair))), None)
+        return next((pair for pair in pairs if (boxes[pair[0]] & boxes[pair[1]]).size), None)
     return first_overlapping_rows(*box_columns(boxes, len(boxes[0].start)))
 
 
 def first_overlapping_rows(starts: Ints, stops: Ints) -> tuple[int, int] | None:
     """The same for boxes as columns."""
     return next((pair for pair in _overlaps(starts, stops) if pair is not None), None)
-
-
-def _overlap(one: Box, other: Box) -> bool:
-    meets = all(map(lt, one.start, other.stop)) and all(map(lt, other.start, one.stop))
-    return meets and bool(one.size) and bool(other.size)
 
 
 def _overlaps(starts: Ints, stops: Ints) -> Iterator[tuple[int, int] | None]:
@@ -287,21 +281,18 @@ def one_missing_box(region: Box, boxes: Iterable[Box]) -> Box:
     """A box that no box covers, of a region that disjoint boxes do not fill."""
     present = _clipped(region, boxes)
     while len(present) > 4 * FEW_BOXES:
-        for half in _halves(region, present):  # at least one half is not filled either
+        # Halves meet where a box begins, in the dim where most begin; one is not filled either.
+        begins = [
+            sorted({box.start[dim] for box in present} - {low})
+            for dim, low in enumerate(region.start)
+        ]
+        dim = max(range(len(begins)), key=lambda dim: len(begins[dim]))
+        for half in region.split(dim, begins[dim][len(begins[dim]) // 2]):
             inside = _clipped(half, present)
             if sum(box.size for box in inside) < half.size:
                 region, present = half, inside
                 break
     return max(missing_boxes(region, present), key=lambda box: box.size)
-
-
-def _halves(region: Box, boxes: Sequence[Box]) -> tuple[Box, Box]:
-    """The region split where a box begins, in the dim where most begin."""
-    begins = [
-        sorted({box.start[dim] for box in boxes} - {low}) for dim, low in enumerate(region.start)
-    ]
-    dim = max(range(len(begins)), key=lambda dim: len(begins[dim]))
-    return region.split(dim, begins[dim][len(begins[dim]) // 2])
 
 
 def grid_edges(boxes: Iterable[Box]) -> tuple[tuple[int, ...], ...] | None:
@@ -364,7 +355,6 @@ class _Sweep:
     steps: int = 0
 
     def boxes(self, present: Iterable[Box]) -> Iterator[Box]:
-        """The parts, as disjoint boxes."""
         return (Box(*edges) for edges in islice(self._parts([*present], 0), self.limit))
 
     def _parts(self, boxes: Sequence[Box], dim: int) -> Iterator[Edges]:

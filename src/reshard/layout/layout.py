@@ -301,16 +301,13 @@ class BoxLayout(Layout):
 
     @property
     def num_bytes(self) -> int:
-        """About how much memory the layout itself takes, for caches."""
         return 1024 + 256 * sum(map(len, self.boxes.values()))
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Every rank of the layout's mesh."""
         return tuple(self.boxes)
 
     def without(self, ranks: Iterable[int]) -> BoxLayout:
-        """The same layout after these ranks are lost."""
         lost = set(ranks)
         return BoxLayout(self.shape, {r: b for r, b in self.boxes.items() if r not in lost})
 
@@ -343,7 +340,6 @@ class BoxLayout(Layout):
         return tuple(piece for piece in pieces if piece.box.size)
 
     def to_dict(self) -> dict[str, Any]:
-        """The layout as plain data."""
         boxes = {
             str(rank): [[list(box.start), list(box.stop)] for box in held_boxes]
             for rank, held_boxes in self.boxes.items()

@@ -28,7 +28,7 @@ from reshard.planning.cells.transfers import (
     raise_uncovered,
 )
 from reshard.planning.classes import Stack
-from reshard.planning.sharing import Job, LineSet, Loads, Runs, Slots, repeated, share
+from reshard.planning.sharing import Job, LineSet, Loads, Runs, Slots, repeated, share_slots
 
 __all__ = ["AT_ONCE", "Flow", "flows_of", "grain_of", "lacking", "share_plainly"]
 
@@ -200,8 +200,7 @@ def share_plainly(parts: Parts, passes: bool, ranks: Loads, grain: int) -> list[
         if passes and geometry.kinds is not None:
             some = lacking(geometry, geometry.kinds.held, geometry.wanting)
         jobs.append((lines, some, stack.itemsize, lines.counts - 1 if passes else 1))
-    shares = share(jobs, ranks, grain)
-    return [Slots.of(lines, each) for (lines, *_), each in zip(jobs, shares, strict=True)]
+    return share_slots(jobs, ranks, grain)
 
 
 def lacking(geometry: Geometry, held: LineSet, wanting: LineSet) -> Mask:
@@ -245,7 +244,6 @@ def _with_direct(flows: list[Flow]) -> list[Flow]:
 
 
 def _sent(flow: Flow) -> Ints:
-    """Bytes that each rank sends, first-hand and passed on."""
     ranks = np.append(flow.geometry.senders.members, flow.geometry.wanting.members)
     found = np.zeros(int(ranks.max(initial=0)) + 1, dtype=np.int64)
     for stream in flow.streams():

@@ -14,11 +14,8 @@ without an entry come from the source tensor of the same name. One source may fe
 The same mapping is a table in TOML, in a file of its own (``--names``) or as ``[names]`` of a rules
 file, and in JSON as the ``"names"`` of a saved plan:
 
-"layers.{i}.qkv.weight" = { join = ["layers.{i}.q.weight", "layers.{i}.k.weight"], dim = 0 }
-"layers.{i}.qkv.bias"   = { join = "layers.{i}.{part}.bias", rows = { q = 512, k = 128 } }
-"layers.{i}.experts"    = { stack = "layers.{i}.expert.{e}", dim = 0 }
-"embed.weight"          = { take = "tok_embeddings.weight", pad = { 0 = 128512 } }
-"head.weight"           = "lm_head.weight"
+"layers.{i}.qkv.bias" = { join = "layers.{i}.{part}.bias", rows = { q = 512, k = 128 } }
+"embed.weight"        = { take = "tok_embeddings.weight", pad = { 0 = 128512 } }
 
 >>> template_regex("layers.{i}.w{i}").fullmatch("layers.12.w12").groupdict()
 {'i': '12'}
@@ -309,8 +306,7 @@ def _range(value: object) -> tuple[int, int] | None:
 
 
 def _counts(values: list[object]) -> bool:
-    numbers = [_number(value) for value in values]
-    return bool(numbers) and all(number is not None and number > 0 for number in numbers)
+    return bool(values) and all((_number(value) or 0) > 0 for value in values)
 
 
 def _texts(values: list[object]) -> bool:

@@ -15,6 +15,8 @@ Then single ranks are looked at row by row, in ``row_proof``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from reshard.errors import MemoryCapError, ProofError
@@ -40,6 +42,8 @@ from reshard.text import format_bytes
 
 __all__ = ["check_plan"]
 
+PiecesOf = Callable[[TensorSpec, int], tuple[Ints, Ints]]
+
 
 def check_plan(plan: Plan, memory: int) -> None:
     """Prove a plan within so many bytes, or raise an error that names the box that is wrong."""
@@ -49,7 +53,7 @@ def check_plan(plan: Plan, memory: int) -> None:
             f"the proof of this plan needs about {format_bytes(needed)} and memory= gives it "
             f"{format_bytes(memory)}: raise memory="
         )
-    groups, pieces_of = list(tensor_groups(plan)), _Pieces(memory - needed)
+    groups, pieces_of = list(tensor_groups(plan)), _pieces_within(memory - needed)
     written = {id(stack): np.zeros(len(plan.world), dtype=np.int64) for stack in plan.stacks}
     for flow in plan.flows:
         _check_parts(flow)
@@ -60,20 +64,19 @@ def check_plan(plan: Plan, memory: int) -> None:
     check_ranks(plan, groups)
 
 
-class _Pieces:
+def _pieces_within(memory: int) -> PiecesOf:
     """The pieces of ranks by spec; as many as fit are kept for stacks with the same layouts."""
+    kept: SizedCache[tuple[int, tuple[int, ...], int], tuple[Ints, Ints]] = SizedCache(memory)
 
-    def __init__(self, memory: int) -> None:
-        self._kept: SizedCache[tuple[int, tuple[int, ...], int], tuple[Ints, Ints]]
-        self._kept = SizedCache(memory)
-
-    def __call__(self, spec: TensorSpec, rank: int) -> tuple[Ints, Ints]:
+    def pieces_of(spec: TensorSpec, rank: int) -> tuple[Ints, Ints]:
         key = (id(spec.layout), spec.shape, rank)
-        found = self._kept.get(key)
+        found = kept.get(key)
         if found is None:
             starts, stops, *_ = piece_columns(spec.layout, rank, spec.shape)
-            found = self._kept.put(key, (starts, stops), 600 + starts.nbytes + stops.nbytes)
+            found = kept.put(key, (starts, stops), 600 + starts.nbytes + stops.nbytes)
         return found
+
+    return pieces_of
 
 
 def _bytes_needed(plan: Plan) -> int:
@@ -117,7 +120,7 @@ def _check_parts(flow: Flow) -> None:
             )
 
 
-def _check_cells(flow: Flow, pieces_of: _Pieces) -> None:
+def _check_cells(flow: Flow, pieces_of: PiecesOf) -> None:
     """Every cell is inside a piece of each rank of its two lines, and overlaps no other of them."""
     geometry, stack, feed = flow.geometry, flow.stack, flow.stack.feed
     cells = geometry.all()
@@ -144,7 +147,7 @@ def _check_inside(
     low: Ints,
     width: Ints,
     lines: LineSet,
-    pieces_of: _Pieces,
+    pieces_of: PiecesOf,
 ) -> None:
     """Cells are inside pieces of all ranks of their lines; equal pieces are looked at once."""
     used = np.bincount(line, minlength=len(lines.counts)) > 0
@@ -200,7 +203,7 @@ def _written(flow: Flow, world: Ints) -> Ints:
 
 
 def _check_totals(
-    plan: Plan, group: TensorGroup, written: dict[int, Ints], pieces_of: _Pieces
+    plan: Plan, group: TensorGroup, written: dict[int, Ints], pieces_of: PiecesOf
 ) -> None:
     """Every rank writes as many elements of a tensor as it wants."""
     total = np.zeros(len(plan.world), dtype=np.int64)

@@ -58,7 +58,6 @@ class Load:
     """Equal for stacks that differ only in who holds the source, such as pipeline stages."""
     staged: Ints  # bytes of each rank
     rows: int  # the most transfers that any rank takes part in
-    itemsize: int
     hops: int  # the rounds that passing on takes after the first
     longest: int  # the elements of the longest transfer
     uses: Callable[[], Uses] | None
@@ -80,7 +79,6 @@ class Slot:
 
     @property
     def num_rounds(self) -> int:
-        """The rounds from the first to the last."""
         return self.phases * (self.slices + self.hops)
 
     def turn(self, number: int, hop: int) -> tuple[int, int] | None:
@@ -110,7 +108,7 @@ def schedule(loads: Sequence[Load], cap: int) -> Schedule:
     tight = [
         load
         for load in loads
-        if int(load.staged.max(initial=0)) > cap and load.rows * load.itemsize > cap
+        if int(load.staged.max(initial=0)) > cap and load.rows * load.stack.itemsize > cap
     ]
     if tight and any(load.uses is None for load in loads):
         raise TooTightError
@@ -142,7 +140,7 @@ def _batches(loads: Sequence[Load], cap: int) -> list[list[int]]:
         family.setdefault(load.family, []).append(number)
     batches: list[list[int]] = []
     for numbers in family.values():
-        tight = sum(loads[n].rows * loads[n].itemsize for n in numbers) * 4 > cap
+        tight = sum(loads[n].rows * loads[n].stack.itemsize for n in numbers) * 4 > cap
         batches += [[number] for number in numbers] if tight else [numbers]
     return batches
 
@@ -167,14 +165,14 @@ def _cut(load: Load, start: int, cap: int) -> tuple[Slot, int]:
     It has as many phases as it takes until an element of every transfer of a phase fits.
     """
     phases, staged, rows = 1, int(load.staged.max(initial=0)), load.rows
-    if rows * load.itemsize > cap:
+    if rows * load.stack.itemsize > cap:
         assert load.uses is not None
         uses = load.uses()
         staged, rows = uses.per_phase(phases)
-        while rows * load.itemsize > cap:
+        while rows * load.stack.itemsize > cap:
             phases = min(phases * 2, uses.num_parts)
             staged, rows = uses.per_phase(phases)
-    least = rows * load.itemsize
+    least = rows * load.stack.itemsize
     unit = max((cap - least) // 16 // least, 1)
     room = cap - least * unit
     slices = min(-(-staged // room), load.longest) if room > 0 else load.longest
@@ -188,7 +186,7 @@ def _check_cap(loads: Sequence[Load], cap: int) -> None:
     for load in loads:
         if load.uses is not None:
             uses = load.uses()
-            needs = uses.per_phase(uses.num_parts)[1] * load.itemsize
+            needs = uses.per_phase(uses.num_parts)[1] * load.stack.itemsize
             least, label = max((least, label), (needs, load.stack.label))
     if least > cap:
         raise MemoryCapError(
@@ -206,7 +204,6 @@ def slice_edges(start: Ints, stop: Ints, unit: Ints, slices: int, number: int) -
 
 
 def load_of(flow: Flow, world: Ints) -> Load:
-    """What a flow makes every rank stage."""
     have, want, feed = flow.stack.have, flow.stack.want, flow.stack.feed
     sizes = (have.shape, have.dtype, want.shape, want.dtype)
     inserted = (feed.have_insert, feed.want_insert)
@@ -241,7 +238,7 @@ def _listed_load(flow: Flow, world: Ints, family: object) -> Load:
         np.add.at(count, place, _width(stack, wide))
     most, longest = int(count.max(initial=0)), int(flow.parts().sizes.max(initial=0))
     uses = partial(_uses, flow, world)
-    return Load(stack, family, staged, most, stack.itemsize, hops, longest, uses)
+    return Load(stack, family, staged, most, hops, longest, uses)
 
 
 def _width(stack: Stack, itemsize: int) -> int:
@@ -288,4 +285,4 @@ def _regular_load(flow: Flow, world: Ints, family: object) -> Load:
     senders = int(np.diff(send.first).max(initial=1))
     rows = sent * most + (wanted * senders + most) * most
     longest = int(lines.max(initial=1))
-    return Load(flow.stack, family, staged, rows, itemsize, int(most > 1), longest, None)
+    return Load(flow.stack, family, staged, rows, int(most > 1), longest, None)

@@ -44,7 +44,6 @@ ROW_BYTES = 400  # about what a row takes while its rank is looked at
 
 
 def check_ranks(plan: Plan, groups: Sequence[TensorGroup]) -> None:
-    """Look at the rows of one rank after the other."""
     exchanges = _Exchanges(plan)
     seen: list[int] = []
     rows = 0

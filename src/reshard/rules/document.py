@@ -149,7 +149,6 @@ def located(where: str) -> Iterator[None]:
 
 @cache
 def families() -> tuple[str, ...]:
-    """The names of the shipped rules."""
     found = (entry.name for entry in _FOLDER.iterdir())
     return tuple(sorted(name.removesuffix(".toml") for name in found if name.endswith(".toml")))
 

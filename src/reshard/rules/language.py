@@ -218,7 +218,6 @@ class Place:
 
     @property
     def names(self) -> set[str]:
-        """The names its formulas use."""
         return {name for formula in self.at for name in formula.names}
 
 
@@ -319,7 +318,6 @@ class Template:
         return cls(text, (*parts, text[at:]))
 
     def names(self) -> set[str]:
-        """The names its formulas use."""
         return {name for part in self.parts if not isinstance(part, str) for name in part.names}
 
     def sample(self) -> str:

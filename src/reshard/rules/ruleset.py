@@ -274,8 +274,8 @@ class Rules:
         names, found = list(names), dict[str, int]()
         for key, index in self.document.counts.items():
             patterns = [rule.pattern for rule in self.document.rules]
-            patterns = [pattern for pattern in patterns if index in pattern.captures]
-            matches = (pattern.regex.match(name) for name in names for pattern in patterns)
+            counting = [one.regex for one in patterns if index in one.captures]
+            matches = (regex.match(name) for name in names for regex in counting)
             largest = max((int(match[index]) for match in matches if match), default=-1)
             if self.document.model[key] is None and largest >= 0:
                 found[key] = largest + 1
@@ -289,10 +289,9 @@ class Rules:
 
     def _table(self, mesh: Mesh | str | None) -> Table:
         mesh = self._mesh_or_own(mesh)
-        table = self._tables.get(mesh)
-        if table is None:
-            table = self._tables[mesh] = Table(self.document, self.mesh_for(mesh))
-        return table
+        if mesh not in self._tables:
+            self._tables[mesh] = Table(self.document, self.mesh_for(mesh))
+        return self._tables[mesh]
 
 
 def _check_readers(document: Document, factor: Factor, size: int) -> None:

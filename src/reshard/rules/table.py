@@ -17,7 +17,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 from operator import itemgetter
 
@@ -108,8 +108,8 @@ class Table:
         return axes
 
     def _entry(self, name: str, num_dims: int | None) -> Entry:
-        found = self._best(name, [rule for rule in self._document.rules if rule.layout])
-        if found is None:
+        rule, _ = self._best(name, [rule for rule in self._document.rules if rule.layout])
+        if rule is None:
             texts = [rule.pattern.text for rule in self._document.rules if rule.layout]
             near = difflib.get_close_matches(name, texts, n=3, cutoff=0.3)
             raise UnmatchedError(
@@ -117,7 +117,6 @@ class Table:
                 f"{', '.join(map(quoted, near)) or 'none'}): "
                 'add a rule for it, or "*" = "..." to keep all others whole'
             )
-        rule = found[0]
         where = f"tensor {quoted(name)}, rule {quoted(rule.pattern.text)}"
         with located(where):
             words = self._words(rule, num_dims)
@@ -128,20 +127,21 @@ class Table:
             words = shard_first_dim(words, further, num_dims=num_dims)
         return Entry(f"rule {quoted(rule.pattern.text)}", words, spots)
 
-    def _best(self, name: str, rules: Iterable[Rule]) -> tuple[Rule, dict[str, int]] | None:
+    def _best(self, name: str, rules: Iterable[Rule]) -> tuple[Rule | None, dict[str, int]]:
         """The most specific rule that matches; two that are equally specific are an error."""
-        best: tuple[Rule, dict[str, int]] | None = None
+        best, found = None, dict[str, int]()
         for rule in rules:
-            if best and rule.pattern.rank < best[0].pattern.rank:
+            if best and rule.pattern.rank < best.pattern.rank:
                 break
             starts = rule.pattern.match(name)
             if best and starts is not None:
                 raise RulesError(
-                    f"{quoted(best[0].pattern.text)} and {quoted(rule.pattern.text)} match "
+                    f"{quoted(best.pattern.text)} and {quoted(rule.pattern.text)} match "
                     f"{quoted(name)} and are equally specific: write out more of one of them"
                 )
-            best = (rule, starts) if starts is not None else best
-        return best
+            if starts is not None:
+                best, found = rule, starts
+        return best, found
 
     def _words(self, rule: Rule, num_dims: int | None) -> Words:
         """The words of a rule; a number that is not known may be missing where it cuts nothing.
@@ -186,15 +186,12 @@ class Table:
         return numbers
 
     def _spots(self, name: str) -> tuple[Spot, ...]:
-        found = self._best(name, [rule for rule in self._document.rules if rule.on is not None])
-        if found is None:
-            return ()
-        rule, starts = found
+        rule, starts = self._best(name, [one for one in self._document.rules if one.on is not None])
         order = [match.start() for match in INDEX.finditer(f".{name}")]
         spots = []
-        for place in rule.on or ():
-            used = place.names & set(starts)
-            ordinals = {index: order.index(starts[index]) for index in sorted(used)}
+        for place in rule.on or () if rule else ():
+            used = sorted(place.names & set(starts))
+            ordinals = {index: order.index(starts[index]) for index in used}
             if place.axis in self._mesh.axes:
                 pick = itemgetter(*ordinals.values()) if ordinals else lambda _: ()
                 spots.append(Spot(place, ordinals, pick))
@@ -289,12 +286,9 @@ def factored_axes(document: Document, mesh: Mesh, factored: Mesh) -> Iterator[st
 def idle_ranks(layouts: Mapping[str, Layout], shapes: Mapping[str, Sequence[int]]) -> list[str]:
     """Warnings about ranks that get none of the whole units, such as heads, of some tensors."""
     found: dict[tuple[int, int, tuple[str, ...]], list[str]] = {}
-    known: dict[tuple[Layout, tuple[int, ...]], set[tuple[int, int, tuple[str, ...]]]] = {}
+    idle_of = cache(lambda layout, shape: {*_idle(layout, shape)})
     for name, layout in layouts.items():
-        key = layout, tuple(shapes[name])
-        if key not in known:
-            known[key] = set(_idle(*key))
-        for idle in known[key]:
+        for idle in idle_of(layout, tuple(shapes[name])):
             found.setdefault(idle, []).append(name)
     return [
         f"warning: {idle} of {count} ranks along {', '.join(axes)} hold nothing of "

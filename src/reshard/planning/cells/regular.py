@@ -155,16 +155,14 @@ class GridPair:
     def cells(self, have_region: int | None, want_region: int | None) -> Cells:
         """The cells of a region of either side, or all; in rising order of their place."""
         runs = [np.arange(len(dim.width)) for dim in self.dims]
-        if have_region is not None:
-            parts = zip(self.dims, self.have.parts_of(np.array(have_region)), strict=True)
-            runs = [dim.have.runs(part) for dim, part in parts]
-        if want_region is not None:
-            parts = zip(self.dims, self.want.parts_of(np.array(want_region)), strict=True)
-            wanted = [dim.want.runs(part) for dim, part in parts]
-            runs = [
-                some if len(one) == len(dim.width) else one[contained(one, some)]
-                for dim, one, some in zip(self.dims, runs, wanted, strict=True)
-            ]
+        haves, wants = [dim.have for dim in self.dims], [dim.want for dim in self.dims]
+        for grid, region, sides in (self.have, have_region, haves), (self.want, want_region, wants):
+            if region is not None:
+                some = map(_Side.runs, sides, grid.parts_of(np.array(region)))
+                runs = [
+                    one if len(every) == len(side.part) else every[contained(every, one)]
+                    for side, every, one in zip(sides, runs, some, strict=True)
+                ]
         return self._product(runs)
 
     def blocks(self, most: int) -> Iterator[Cells]:
@@ -253,12 +251,8 @@ def regular_geometry(stack: Stack) -> RegularGeometry | None:
 
 def _is_regular(pair: GridPair) -> bool:
     """No rank holds a region and shares a wanted one with ranks that lack it."""
-    if len(pair.have.replicas) == 1 and len(pair.want.replicas) == 1:
-        return True
-    have, want = pair.have.mesh.ranks, pair.want.mesh.ranks
-    if max(have) < min(want) or max(want) < min(have):
-        return True
-    return set(have).isdisjoint(want)
+    alone = len(pair.have.replicas) == 1 and len(pair.want.replicas) == 1
+    return alone or not contained(pair.have.ranks, pair.want.ranks).any()
 
 
 @dataclass(frozen=True, eq=False, slots=True)

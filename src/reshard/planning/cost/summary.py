@@ -43,7 +43,7 @@ class Traffic:
         self.messages = 0
         """All that goes from one rank to another in one round is one message."""
         for times, pairs, sends in messages_of(self._counted(), self.hosts, self._places):
-            self.messages += times * (len(pairs) + (sends.total if sends else 0))
+            self.messages += times * (len(pairs) + (int(sends.sent.sum()) if sends else 0))
             if home is not None:
                 ends = np.divmod(pairs, max(len(world), 1))
                 self._add_links(1, ends, np.full(len(pairs), times))
