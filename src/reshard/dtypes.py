@@ -17,11 +17,6 @@ from reshard.text import quoted
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = [
-    "ITEMSIZE", "accumulator", "canonical_dtype", "cast", "cast_into", "check_cast", "is_float",
-    "itemsize", "reduce_in_order", "storage_dtype", "wire_dtype",
-]  # fmt: skip
-
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 ITEMSIZE = {

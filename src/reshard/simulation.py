@@ -28,8 +28,6 @@ from reshard.layout.spec import TensorSpec
 from reshard.planning.plans import Plan
 from reshard.planning.rank import RankPlan, Step
 
-__all__ = ["SimulationReport", "simulate"]
-
 Array = np.ndarray[Any, Any]
 Arrays = Mapping[int, Mapping[str, Array]]
 

@@ -12,11 +12,6 @@ from typing import Any
 
 from reshard.errors import SizeError
 
-__all__ = [
-    "Report", "align", "and_more", "count", "first_line", "format_bytes", "format_shape", "log",
-    "name_list", "parse_bytes", "printable", "quoted", "shorten",
-]  # fmt: skip
-
 MAX_QUOTED = 160
 
 log = logging.getLogger("reshard")

@@ -19,17 +19,6 @@ from operator import index, sub
 
 from reshard.errors import BoxError, LayoutError
 
-__all__ = [
-    "Box",
-    "Interval",
-    "Piece",
-    "flat_range",
-    "length_of",
-    "pieces_of_flat",
-    "pieces_of_local",
-    "row_major",
-]
-
 MAX_PIECES = 1 << 22  # pieces of one tensor on one rank; beyond, listing them would not end
 Interval = tuple[int, int]  # start and stop of a half-open range of indices
 

@@ -17,14 +17,12 @@ from math import prod
 
 import numpy as np
 
-from reshard.layout.box import Box, Interval, length_of, row_major
-from reshard.layout.columns import contained, offsets, sized_cache, spread
+from reshard.layout.box import Box, Interval, Piece, length_of, row_major
+from reshard.layout.columns import Ints, contained, offsets, sized_cache, spread
 from reshard.layout.coverage import box_columns, overlapping_pairs
-from reshard.layout.grid import DimTable, Grid, Ints, grids_of
-from reshard.layout.layout import BoxLayout, Layout, Owners, Piece
+from reshard.layout.grid import DimTable, Grid, grids_of
+from reshard.layout.layout import BoxLayout, Layout, Owners
 from reshard.layout.words import is_mixed
-
-__all__ = ["Listed", "LocalPieces", "listed_of", "owners", "piece_columns"]
 
 MANY = 64  # ranges of a flattened tensor from which on numpy is faster
 

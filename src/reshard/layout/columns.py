@@ -13,21 +13,6 @@ from typing import Generic, ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "Ints",
-    "SizedCache",
-    "blocks",
-    "contained",
-    "distinct",
-    "distinct_first",
-    "drop_oldest",
-    "mixed",
-    "numbered",
-    "offsets",
-    "sized_cache",
-    "spread",
-]
-
 K = TypeVar("K", bound=Hashable)
 P = ParamSpec("P")
 V = TypeVar("V")

@@ -40,17 +40,6 @@ if TYPE_CHECKING:
 
 # numpy is loaded by the functions that need it, so that inspecting a checkpoint does without.
 
-__all__ = [
-    "box_columns",
-    "first_overlap",
-    "first_overlapping_rows",
-    "grid_edges",
-    "missing_boxes",
-    "one_missing_box",
-    "overlapping_pairs",
-    "repeated_boxes",
-]
-
 Edges = tuple[tuple[int, ...], tuple[int, ...]]
 
 MAX_STEPS = 24_000_000

@@ -26,8 +26,6 @@ from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.mesh import Mesh
 from reshard.layout.words import Cut, Cuts, Packed, axes_of, check_sum, is_mixed, tiling
 
-__all__ = ["DimTable", "Grid", "Ints", "addend_of", "grids_of", "num_addends", "stacked"]
-
 MAX_BOXES = 1 << 26  # boxes that are listed at once; beyond, memory would not suffice
 
 

@@ -42,8 +42,6 @@ from reshard.layout.words import (
 )
 from reshard.text import count
 
-__all__ = ["BoxLayout", "Layout", "Owners", "Piece"]
-
 MAX_DIMS = 32
 MAX_ELEMENTS = 1 << 48
 """More elements than any tensor has; beyond, bytes could not be counted exactly."""

@@ -22,8 +22,6 @@ from typing import Never
 from reshard.errors import MeshError, NotationError
 from reshard.text import quoted
 
-__all__ = ["RESERVED", "Mesh", "format_ranks", "parse_ranks"]
-
 RESERVED = frozenset({"on", "sum", "avg", "max", "min", "prod", "flat", "without", "ranks"})
 """Words of the notation that cannot name an axis."""
 

@@ -49,8 +49,6 @@ from reshard.layout.words import (
 )
 from reshard.text import quoted
 
-__all__ = ["from_placements", "parse"]
-
 _TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z_][A-Za-z0-9_]*|\d+|\S)", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_]", re.ASCII)
 _ORDER = ("on", "reduce", "flat", "without")

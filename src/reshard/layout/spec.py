@@ -24,8 +24,6 @@ from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.layout.words import check_shape
 
-__all__ = ["TensorSpec", "agrees", "fingerprint", "flat_bucket", "holds_alike", "is_part_of"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorSpec:

@@ -22,28 +22,6 @@ from reshard.errors import LayoutError
 from reshard.layout.box import Interval, length_of
 from reshard.layout.mesh import format_ranks
 
-__all__ = [
-    "OPS",
-    "Chunk",
-    "Cut",
-    "Cuts",
-    "Cyclic",
-    "Packed",
-    "Ragged",
-    "Segment",
-    "Tiling",
-    "Units",
-    "Words",
-    "ZigZag",
-    "axes_of",
-    "check_shape",
-    "check_sum",
-    "format_cuts",
-    "held",
-    "is_mixed",
-    "tiling",
-]
-
 MAX_BLOCKS = 1 << 22  # blocks of a block-cyclic dim are listed one by one
 OPS = ("sum", "avg", "max", "min", "prod")
 """How addends along the axes of a pending reduction become the value."""

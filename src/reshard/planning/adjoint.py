@@ -23,8 +23,6 @@ from reshard.layout.spec import TensorSpec
 from reshard.layout.words import axes_of, is_mixed
 from reshard.planning.plans import ONE, Plan, plan
 
-__all__ = ["Spread", "SumMove", "summed", "unreduced"]
-
 Boxes = dict[int, tuple[Box, ...]]
 
 

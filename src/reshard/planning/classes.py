@@ -36,9 +36,6 @@ from reshard.planning.names import (
 )
 from reshard.text import and_more, quoted
 
-__all__ = ["Fill", "Stack", "addends_of", "feeds_of", "stacks_of"]
-
-
 RESIZE = "shapes must agree; try take(..., crop={dim: (start, stop)}) or take(..., pad={dim: size})"
 """What to do where the tensors of a take differ in size."""
 

@@ -30,8 +30,6 @@ from reshard.planning.cells.transfers import (
 from reshard.planning.classes import Stack
 from reshard.planning.sharing import Job, LineSet, Loads, Runs, Slots, repeated, share_slots
 
-__all__ = ["AT_ONCE", "Flow", "flows_of", "grain_of", "lacking", "share_plainly"]
-
 Geometry = ListedGeometry | RegularGeometry
 Parts = Sequence[tuple[Stack, Geometry]]
 AT_ONCE = 1 << 20  # rows of fans that are listed together

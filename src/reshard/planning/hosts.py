@@ -36,8 +36,6 @@ from reshard.planning.classes import Stack
 from reshard.planning.flows import AT_ONCE, Flow, grain_of, lacking, share_plainly
 from reshard.planning.sharing import Job, LineSet, Loads, Slots, repeated, share, share_slots
 
-__all__ = ["HostFlow", "host_flows"]
-
 HostJob = tuple[Stack, ListedGeometry, HostLines]
 IN_BALANCE = 1.1  # how far above the mean a rank may be that passes on
 NEARLY = 1.02  # how far above what the busiest host must receive a host may be that sends

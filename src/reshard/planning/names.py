@@ -36,26 +36,6 @@ from typing import Any, TypeAlias
 from reshard.errors import FormatError, PlanError, ReshardError, require_type
 from reshard.text import quoted
 
-__all__ = [
-    "Feed",
-    "Join",
-    "Names",
-    "Segments",
-    "Source",
-    "Stacked",
-    "Take",
-    "fill_in",
-    "join",
-    "names_of",
-    "parse_names",
-    "placeholders",
-    "read_names",
-    "stack",
-    "table_of",
-    "take",
-    "template_regex",
-]
-
 MAX_FILE = 1 << 24
 MAX_NUMBER = (1 << 63) - 1
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")

@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["DEFAULT_MEMORY", "Handle", "Plan", "RunOptions", "plan"]
-
 DEFAULT_MEMORY = 256 << 20
 """Bytes that a rank may stage beyond source and destination, unless ``memory=`` says otherwise."""
 

@@ -40,8 +40,6 @@ from reshard.planning.row_proof import (
 from reshard.planning.sharing import LineSet
 from reshard.text import format_bytes
 
-__all__ = ["check_plan"]
-
 PiecesOf = Callable[[TensorSpec, int], tuple[Ints, Ints]]
 
 

@@ -18,8 +18,6 @@ from reshard.planning.classes import Fill
 from reshard.planning.flows import Flow
 from reshard.planning.rounds import Slot, slice_edges
 
-__all__ = ["RankPlan", "RankRound", "Rows", "Step", "Steps"]
-
 
 @dataclass(frozen=True, slots=True)
 class Step:

@@ -25,8 +25,6 @@ from reshard.planning.classes import Stack
 from reshard.planning.flows import Flow
 from reshard.text import format_bytes
 
-__all__ = ["Load", "Schedule", "Slot", "TooTightError", "load_of", "schedule", "slice_edges"]
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Uses:

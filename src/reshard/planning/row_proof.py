@@ -29,15 +29,6 @@ from reshard.planning.cells.transfers import Mask, Transfers
 from reshard.planning.plans import Plan
 from reshard.planning.rank import RankPlan, Rows
 
-__all__ = [
-    "TensorGroup",
-    "check_ranks",
-    "first_outside",
-    "tensor_groups",
-    "without_dims",
-    "wrong_runs",
-]
-
 MAX_ROWS = 1 << 18  # rows that are looked at one by one
 PER_FLOW = 100  # as how many rows a rank counts for each flow, because it takes as long
 ROW_BYTES = 400  # about what a row takes while its rank is looked at

@@ -32,20 +32,6 @@ from numpy.typing import NDArray
 
 from reshard.layout.columns import Ints, distinct, offsets, spread
 
-__all__ = [
-    "LeastLoaded",
-    "Line",
-    "LineSet",
-    "Loads",
-    "Runs",
-    "Slots",
-    "balance",
-    "fill",
-    "repeated",
-    "share",
-    "share_slots",
-]
-
 MAX_PASSES = 48  # how often crossing lines are filled again, at most
 GOOD = 1.004  # loads closer than this count as equal
 MUCH = 16 << 20

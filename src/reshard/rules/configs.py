@@ -16,19 +16,6 @@ from typing import Any
 
 from reshard.errors import RulesError
 
-__all__ = [
-    "MULTIMODAL",
-    "NUMBERS",
-    "PRESETS",
-    "Config",
-    "complete_numbers",
-    "family_of",
-    "number",
-    "numbers_of",
-    "preset",
-    "text_config",
-]
-
 Config = Mapping[str, Any]
 
 

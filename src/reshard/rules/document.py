@@ -27,17 +27,6 @@ from reshard.rules.configs import NUMBERS
 from reshard.rules.language import Pattern, Place, Template, parse_places
 from reshard.text import quoted
 
-__all__ = [
-    "MAX_BYTES",
-    "Document",
-    "Factor",
-    "Rule",
-    "families",
-    "located",
-    "read",
-    "read_family",
-]
-
 MAX_BYTES = 1 << 20
 MAX_RULES = 10_000
 _KEYS = ("extends", "mesh", "axes", "fsdp", "replicate", "model", "factor", "tensors", "names")

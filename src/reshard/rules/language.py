@@ -51,10 +51,6 @@ from typing import NoReturn
 from reshard.errors import RulesError
 from reshard.text import quoted
 
-__all__ = [
-    "INDEX", "Formula", "Pattern", "Place", "Template", "matches", "matching", "parse_places",
-]  # fmt: skip
-
 MAX_PATTERN = 512
 MAX_FORMULA = 256
 MAX_DEPTH = 16

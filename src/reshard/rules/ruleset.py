@@ -39,8 +39,6 @@ from reshard.rules.table import (
 )
 from reshard.text import quoted
 
-__all__ = ["Rules"]
-
 
 @dataclass(frozen=True)
 class Rules:

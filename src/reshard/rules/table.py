@@ -31,15 +31,6 @@ from reshard.rules.document import Document, Rule, located
 from reshard.rules.language import INDEX, Place
 from reshard.text import and_more, count, quoted
 
-__all__ = [
-    "Table",
-    "UnmatchedError",
-    "check_axes",
-    "factored_axes",
-    "idle_ranks",
-    "rule_axes",
-]
-
 
 class UnmatchedError(RulesError):
     """No rule gives a layout to a name."""

@@ -31,8 +31,6 @@ from reshard.planning.cells.transfers import (
 from reshard.planning.classes import Stack, addends_of
 from reshard.planning.sharing import LineSet, repeated
 
-__all__ = ["Home", "HostLines", "ListedGeometry", "Stations", "listed_geometries"]
-
 
 def listed_geometries(stack: Stack) -> list[ListedGeometry]:
     """The listed geometry of a stack, or one per addend that the destination keeps."""

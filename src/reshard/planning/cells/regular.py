@@ -27,8 +27,6 @@ from reshard.planning.classes import Stack
 from reshard.planning.names import Segments
 from reshard.planning.sharing import LineSet
 
-__all__ = ["RegularGeometry", "regular_geometry"]
-
 MAX_CELLS = 1 << 26  # cells that are worked out at once; more would not fit into memory
 
 

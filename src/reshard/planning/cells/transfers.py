@@ -32,11 +32,6 @@ from reshard.planning.names import Feed
 from reshard.planning.sharing import LineSet, Runs, repeated
 from reshard.text import count
 
-__all__ = [
-    "AnyRows", "Cells", "Fan", "HostFan", "Kinds", "Mask", "Transfers", "check_coverage",
-    "in_want_coordinates", "insert_columns", "raise_uncovered", "with_inserted",
-]  # fmt: skip
-
 Mask = NDArray[np.bool_]
 
 

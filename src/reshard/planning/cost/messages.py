@@ -22,8 +22,6 @@ from reshard.planning.rank import Rows
 from reshard.planning.rounds import Slot, slice_edges
 from reshard.planning.sharing import LineSet, repeated
 
-__all__ = ["Stream", "messages_of", "pairs_of"]
-
 MAX_LISTED = 1 << 12  # rows of a fan whose pairs are listed one by one
 Places = Callable[[Ints], Ints]  # the places of ranks among all ranks of a plan
 Columns = tuple[Ints, ...]

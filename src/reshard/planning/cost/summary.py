@@ -23,8 +23,6 @@ from reshard.planning.flows import Flow
 from reshard.planning.hosts import HostFlow
 from reshard.planning.rounds import Schedule, Slot
 
-__all__ = ["Summary", "Traffic", "needs_of", "summarize"]
-
 
 class Traffic:
     """Bytes and messages of a plan; those of links too, if the hosts of ranks are known."""

@@ -21,8 +21,6 @@ from typing import Any
 from reshard.errors import SizeError, TopologyError
 from reshard.text import count, parse_bytes
 
-__all__ = ["Link", "Topology"]
-
 MAX_FILE = 1 << 20
 
 
