@@ -49,7 +49,6 @@ def canonical_dtype(dtype: object) -> str:
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one element of a canonical dtype."""
     return ITEMSIZE[dtype]
 
 
@@ -267,7 +266,6 @@ def _float8_codes(want: str) -> Array:
 
 @lru_cache(maxsize=8)
 def _float8_values(dtype: str) -> Array:
-    """The number that each of the 256 codes stands for."""
     import numpy as np
 
     exponent_bits, mantissa_bits, bias = _FLOAT8[dtype]

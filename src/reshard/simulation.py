@@ -115,7 +115,6 @@ class _Machine:
         }
 
     def pack(self, step: Step) -> Array:
-        """The elements of a step, in the dtype that travels."""
         side, name, box = 1, step.name, step.box
         if step.hop == 0:
             side, name, box = 0, step.have_name, step.have_box

@@ -145,7 +145,6 @@ class SizedCache(Generic[K, V]):
         self._total = 0
 
     def get(self, key: K) -> V | None:
-        """The value that is kept under a key, or None."""
         found = self._values.get(key)
         return None if found is None else found[0]
 

@@ -68,7 +68,6 @@ class Grid:
         return _array(self.mesh.ranks)
 
     def parts_of(self, regions: Ints) -> tuple[Ints, ...]:
-        """The part of each dim that each region is made of."""
         return np.unravel_index(regions, self.shape) if self.dims else ()
 
     def holders(self, regions: Ints) -> Ints:
@@ -89,7 +88,6 @@ class Grid:
         return at
 
     def region_of(self, rank: int) -> int | None:
-        """The region a rank holds."""
         place = self.mesh.index(rank)
         region = -1 if place is None else int(self.region_at[place])
         return None if region < 0 else region

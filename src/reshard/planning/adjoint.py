@@ -127,7 +127,6 @@ def _direct(move: SumMove) -> Plan | None:
 
 
 def _with_elements(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """The same layout without ranks that hold no element."""
     empty = [rank for rank in layout.ranks if not prod(layout.local_shape(rank, shape))]
     return layout.without(empty) if empty else layout
 

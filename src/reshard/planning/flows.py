@@ -55,7 +55,6 @@ class Flow:
 
     @property
     def most(self) -> int:
-        """The most ranks that want a line."""
         return int(self.geometry.wanting.counts.max(initial=0))
 
     def for_rank(self, rank: int) -> Iterator[Transfers]:
@@ -133,8 +132,7 @@ class Flow:
         cells = self.geometry.copied_by(rank)
         here = np.full(len(cells.size), rank, dtype=np.int64)
         runs = Runs.whole(cells.size * len(self.stack.names))
-        if len(cells.size):
-            yield Transfers(cells, runs, here, here, here * 0, here * 0, here * 0, 0)
+        yield Transfers(cells, runs, here, here, here * 0, here * 0, here * 0, 0)
 
     def _cut(self, cells: Cells) -> Transfers:
         """Cut cells where slots of senders begin, then where slots of relays begin.

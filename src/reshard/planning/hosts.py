@@ -43,8 +43,6 @@ NEARLY = 1.02  # how far above what the busiest host must receive a host may be 
 
 @dataclass(frozen=True, eq=False)
 class HostFlow(Flow):
-    """A flow between hosts."""
-
     home: Home = field(kw_only=True)
     hosts: HostLines = field(kw_only=True)
 
@@ -70,14 +68,12 @@ class HostFlow(Flow):
             yield from self._inside(sizes % span, sizes // span)
 
     def everything(self) -> Iterator[Transfers]:
-        """Every row of every rank, as many parts at a time as have few rows."""
         line = self.parts().line
         for some in blocks(self.geometry.wanting.counts[line], AT_ONCE):
             at, station = repeated(self.wanting.lines.first, line[some.start : some.stop])
             yield from self._deliver(at + some.start, station, None)
 
     def for_rank(self, rank: int) -> Iterator[Transfers]:
-        """Every row that a rank has to do with: sent, received, or copied by itself."""
         yield from self._copies(rank)
         yield from self._deliver(*self._pairs_of(rank), rank)
 
@@ -93,7 +89,6 @@ class HostFlow(Flow):
 
     @cached_property
     def _own(self) -> Ints:
-        """The station of each part's relay."""
         parts = self.parts()
         return self.wanting.lines.find(parts.line, self.home(parts.destination))
 

@@ -104,7 +104,6 @@ class Rows:
 
 
 def _without(box: Box, dims: Sequence[int]) -> Box:
-    """The box without inserted dims."""
     if not dims:
         return box
     kept = [dim for dim in range(len(box.start)) if dim not in dims]
@@ -142,8 +141,6 @@ class Steps(Sequence[Step]):
 
 @dataclass(frozen=True, slots=True)
 class RankRound:
-    """What one rank does in one round."""
-
     sends: list[Step]
     receives: list[Step]
     copies: list[Step]

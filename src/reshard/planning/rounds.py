@@ -37,7 +37,6 @@ class Uses:
 
     @property
     def num_parts(self) -> int:
-        """How many parts could take turns."""
         return int(self.part.max(initial=0)) + 1
 
     def per_phase(self, phases: int) -> tuple[int, int]:
@@ -144,7 +143,6 @@ def _batches(loads: Sequence[Load], cap: int) -> list[list[int]]:
 
 
 def _together(loads: Sequence[Load]) -> Load:
-    """One load for stacks that move in the same rounds."""
     if len(loads) == 1:
         return loads[0]
     return replace(

@@ -143,7 +143,6 @@ def tensor_groups(plan: Plan) -> Iterator[TensorGroup]:
 
 
 def without_dims(columns: Ints, inserted: Sequence[int]) -> Ints:
-    """The columns of a tensor's own dims, without those that only the other side has."""
     return np.delete(columns, inserted, axis=1) if inserted else columns
 
 

@@ -35,8 +35,6 @@ _FOLDER = resources.files("reshard.rules") / "families"
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One line of ``[tensors]``."""
-
     pattern: Pattern
     layout: Template | None  # how matching tensors are cut; None leaves that to other rules
     on: tuple[Place, ...] | None
@@ -57,8 +55,6 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A rules file, read and checked."""
-
     axes: tuple[str, ...] = ()  # the axes its layouts may name
     mesh: Mesh | None = None  # the mesh to use where the caller names none
     fsdp: tuple[str, ...] = ()  # the axes that cut dim 0 of everything further
@@ -144,7 +140,6 @@ def families() -> tuple[str, ...]:
 
 @cache
 def read_family(name: str) -> Document:
-    """The shipped rules of a family."""
     with located(f"rules {quoted(name)}"):
         return read((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
 

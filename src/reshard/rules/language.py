@@ -82,8 +82,6 @@ _SIGNS = {sign for sign, _ in _OPERATORS.values()}
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """One name pattern of a rules file."""
-
     text: str
     captures: tuple[str, ...]  # the names of the captured integers, in order
     regex: re.Pattern[str] = field(compare=False, repr=False)
@@ -302,7 +300,6 @@ class Template:
 
     @classmethod
     def parse(cls, text: str) -> Template:
-        """Find the formulas of a layout text."""
         if len(text) > MAX_LAYOUT:
             raise RulesError(f"a layout of {len(text)} characters: at most {MAX_LAYOUT} work")
         parts: list[str | Formula] = []
@@ -321,7 +318,6 @@ class Template:
         return "".join(part if isinstance(part, str) else "1" for part in self.parts)
 
     def fill(self, numbers: Mapping[str, int]) -> str:
-        """The layout text for these numbers."""
         return "".join(
             part if isinstance(part, str) else str(part.value(numbers)) for part in self.parts
         )

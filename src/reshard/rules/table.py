@@ -57,8 +57,6 @@ class Entry:
 
 
 class Table:
-    """Gives layouts to names; made once per rules and mesh."""
-
     def __init__(self, document: Document, mesh: Mesh) -> None:
         self._document = document
         self._mesh = mesh
@@ -189,7 +187,6 @@ class Table:
         return tuple(spots)
 
     def _coords(self, spot: Spot, name: str, indices: Sequence[str]) -> tuple[int, ...]:
-        """The coordinates of one tensor along one axis."""
         axis, size = spot.place.axis, self._mesh.axes[spot.place.axis]
         own = {index: int(indices[k]) for index, k in spot.ordinals.items()}
         with located(f"tensor {quoted(name)}, on {axis}"):

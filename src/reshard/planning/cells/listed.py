@@ -95,28 +95,19 @@ class ListedGeometry:
 
     @property
     def num_addends(self) -> int:
-        """How many addends make a value; 1 where nothing is added up."""
         return max(len(self.addends), 1)
 
     def all(self) -> Cells:
-        """All cells that travel."""
         return self.cells
 
     def copied_by(self, rank: int) -> Cells:
-        """The cells that a rank both holds and wants."""
         return self.copies[0].take(np.flatnonzero(self.copies[1] == rank))
 
     def copied_elements(self) -> tuple[Ints, Ints]:
-        """Ranks that hold what they want, and how many elements of it."""
         return self.copies[1], self.copies[0].size
 
     def num_cells(self) -> int:
-        """How many cells there are."""
         return len(self.cells.size)
-
-    def wanted_elements(self) -> int:
-        """Elements of one tensor that ranks want, once per such rank."""
-        return self.wanted
 
     def addend_senders(self, cells: Ints, receivers: Ints, addend: int) -> Ints:
         """Who sends an addend of a cell to a receiver: itself if it holds it, else all in turn."""
@@ -137,7 +128,6 @@ class _Builder:
         self.addends = addends if len(addends) > 1 else ()
 
     def build(self) -> ListedGeometry:
-        """Everything about a stack, worked out once."""
         cells, have_box = self._cells()
         (have_set, holding), (want_set, wanting) = _lines_of(self.have), _lines_of(self.want)
         cells = replace(
@@ -234,7 +224,6 @@ class Stations(LineSet):
 
     @classmethod
     def by_host(cls, lines: LineSet, home: Home) -> Stations:
-        """Group the members of each line by host."""
         line, host = lines.line_of, home(lines.members)
         order = np.lexsort((lines.members, host, line))
         line, host = line[order], host[order]

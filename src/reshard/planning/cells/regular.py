@@ -164,7 +164,6 @@ class GridPair:
         return self._product(runs)
 
     def blocks(self, most: int) -> Iterator[Cells]:
-        """All cells, about so many at a time."""
         runs = [np.arange(len(dim.width)) for dim in self.dims]
         longest = max(range(len(runs)), key=lambda dim: len(runs[dim]), default=0)
         times = max(-(-prod(map(len, runs)) // most), 1)
@@ -294,7 +293,6 @@ class RegularGeometry:
         return sent, wanted
 
     def all(self) -> Cells:
-        """All cells of all pairs."""
         return self.cells_of()
 
     def cells_of(self, sender: int | None = None, receiver: int | None = None) -> Cells:
@@ -317,7 +315,6 @@ class RegularGeometry:
                 yield self._numbered(cells, number)
 
     def copied_by(self, rank: int) -> Cells:
-        """The cells that a rank both holds and wants."""
         return self.cells_of(rank, rank)
 
     def copied_elements(self) -> tuple[Ints, Ints]:
@@ -326,10 +323,10 @@ class RegularGeometry:
         return np.concatenate([r for r, _ in found]), np.concatenate([e for _, e in found])
 
     def num_cells(self) -> int:
-        """How many cells there are."""
         return sum(prod(len(dim.width) for dim in pair.dims) for pair in self.pairs)
 
-    def wanted_elements(self) -> int:
+    @property
+    def wanted(self) -> int:
         """Elements of one tensor that ranks want, once per such rank."""
         return int((self.receivers.amounts * self.receivers.counts).sum())
 

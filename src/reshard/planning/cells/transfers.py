@@ -53,7 +53,6 @@ class Cells:
 
     @classmethod
     def none(cls, num_dims: int) -> Cells:
-        """No cells of a tensor of so many dims."""
         empty, flat = np.zeros(0, dtype=np.int64), np.zeros((0, num_dims), dtype=np.int64)
         return cls(flat, flat, flat, *[empty] * 5)
 
@@ -109,7 +108,6 @@ class Transfers:
 
     @property
     def sizes(self) -> Ints:
-        """Elements of each row."""
         return self.runs.stop - self.runs.start
 
     def take(self, rows: Ints) -> Transfers:
@@ -120,7 +118,6 @@ class Transfers:
         return Transfers(self.cells, runs, source, destination, send_line, line, part, *kept)
 
     def of_rank(self, rank: int) -> Iterator[Transfers]:
-        """The rows that a rank sends or receives."""
         yield self.take(np.flatnonzero((self.source == rank) | (self.destination == rank)))
 
     @property
@@ -183,11 +180,9 @@ class Fan:
 
     def listed(self, rows: Ints) -> Iterator[Transfers]:
         """Some rows once for every rank that gets them."""
-        if len(rows):
-            yield from self._to(*self.pairs(rows))
+        yield from self._to(*self.pairs(rows)) if len(rows) else ()
 
     def pairs(self, rows: Ints) -> tuple[Ints, Ints]:
-        """Some rows, each with every rank that gets it."""
         at, member = repeated(self.wanting.first, self.rows.line[rows])
         row, member = rows[at], self.wanting.members[member]
         gets = member != (self.rows.source if self.apart is None else self.apart)[row]

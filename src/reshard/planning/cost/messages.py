@@ -72,7 +72,6 @@ class _Moving:
         return moves
 
     def active(self, turn: Turn) -> Ints:
-        """The numbers that move in a turn, in rising order."""
         if self.steady:
             return self.keys
         found: Ints = self.keys[np.logical_or.reduceat(self.moves(turn), self._first)]
@@ -92,7 +91,6 @@ class _MovingInside:
         self._number = number.reshape(every.shape)
 
     def active(self, turn: Turn) -> Ints:
-        """The numbers that move in a turn, in rising order."""
         moves = np.ones(len(self._fan.rows), bool) if self._rows.steady else self._rows.moves(turn)
         here = np.zeros(len(self._keys), dtype=bool)
         here[self._number[self._fan.fan.by_member(moves) > 0]] = True
@@ -248,7 +246,6 @@ class _Classes:
             base += len(fan.held.counts)
 
     def sends(self, groups: Ints) -> Sends:
-        """Which pairs of ranks some groups make together."""
         sender, kind = np.divmod(groups, len(self.line))
         senders, first = distinct_first(sender)
         marks = np.add.reduceat(self.mark[kind], first)
@@ -320,14 +317,12 @@ class Sends:
 
     @property
     def sent(self) -> Ints:
-        """To how many ranks each sender sends."""
         held = np.bincount(self.held // self.members.shape[1], minlength=len(self.which))
         sizes: Ints = self.members.sum(axis=1)[self.which] - held
         return sizes[self.of] - np.bincount(self.own[0], self.reach(*self.own)).astype(np.int64)
 
     @property
     def received(self) -> Ints:
-        """From how many of these senders each rank gets something."""
         size, senders = self.members.shape[1], np.bincount(self.of, minlength=len(self.which))
         of_set, (row, rank) = np.bincount(self.which, senders), np.nonzero(self.members)
         of_class, held = np.divmod(self.held, size)

@@ -71,7 +71,6 @@ class Traffic:
         return ranks if self._counts_up else self.world.searchsorted(ranks)
 
     def _sum(self, *ends: tuple[Ints, Ints]) -> Ints:
-        """The bytes of each rank, given ranks and bytes."""
         size = len(self.world)
         totals = [np.bincount(self._places(ranks), amounts, size) for ranks, amounts in ends]
         total: Ints = sum(totals[1:], totals[0]).astype(np.int64)
@@ -106,7 +105,6 @@ class Traffic:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that travel between ranks."""
         return int(self.received.sum())
 
     def between(self, sources: Ints, destinations: Ints) -> tuple[Ints, Ints]:
@@ -214,7 +212,6 @@ def summarize(
     schedule: Schedule,
     topology: Topology | None,
 ) -> Summary:
-    """Work out the figures of a plan from all its rows."""
     sent, passed = traffic.first_hand, traffic.passed_on
     senders = int(np.count_nonzero(sent))
     needs = [needs_of(flow) for flow in flows]
@@ -242,7 +239,7 @@ def needs_of(flow: Flow) -> tuple[int, int]:
         moved = ((int(s.rows.sizes @ s.served), s.rows.hop) for s in flow.streams())
         return sum(size * stack.itemsize_at(hop) for size, hop in moved), 0
     copied = int(geometry.copied_elements()[1].sum())
-    return (geometry.wanted_elements() - copied) * times, copied * times
+    return (geometry.wanted - copied) * times, copied * times
 
 
 def _link_figures(flows: Sequence[Flow], traffic: Traffic, topology: Topology) -> dict[str, Any]:
