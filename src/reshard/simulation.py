@@ -132,15 +132,12 @@ class _Machine:
             else:
                 self._write(step, cast(part, step.dtype, self.specs[1][step.name].dtype))
         for parts in addends.values():
-            self._reduce(parts)
-
-    def _reduce(self, parts: list[tuple[Step, Array]]) -> None:
-        step = parts[0][0]
-        have, want = self.specs[0][step.have_name], self.specs[1][step.name]
-        op = have.layout.reduce[0] if have.layout.reduce else "sum"
-        ordered = [part for _, part in sorted(parts, key=lambda one: one[0].addend)]
-        self.staged += ordered[0].size * itemsize(accumulator(have.dtype))
-        self._write(step, reduce_in_order(op, ordered, have.dtype, want.dtype))
+            step = parts[0][0]
+            have, want = self.specs[0][step.have_name], self.specs[1][step.name]
+            op = have.layout.reduce[0] if have.layout.reduce else "sum"
+            ordered = [part for _, part in sorted(parts, key=lambda one: one[0].addend)]
+            self.staged += ordered[0].size * itemsize(accumulator(have.dtype))
+            self._write(step, reduce_in_order(op, ordered, have.dtype, want.dtype))
 
     def _write(self, step: Step, value: Array) -> None:
         view = self._view(1, step.name, step.box)

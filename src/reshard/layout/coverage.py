@@ -359,7 +359,7 @@ class _Sweep:
         begin: int | None = None
         end, before, inner = 0, [], []  # type: int, list[Box], list[Edges]
         for start, stop, present in self._slabs(boxes, dim):
-            if begin is None or not _same(present, before):
+            if begin is None or present != before:
                 yield from _within(begin, end, inner)
                 begin, before = start, present
                 inner = [*islice(self._parts(present, dim + 1), self.limit)]
@@ -391,7 +391,3 @@ class _Sweep:
 def _within(begin: int | None, end: int, inner: Sequence[Edges]) -> Iterator[Edges]:
     for starts, stops in inner:
         yield (begin or 0, *starts), (end, *stops)
-
-
-def _same(some: Sequence[Box], others: Sequence[Box]) -> bool:
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))

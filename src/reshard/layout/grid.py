@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 
 import numpy as np
@@ -137,7 +137,16 @@ def grids_of(layout: Layout, shape: tuple[int, ...]) -> tuple[Grid, ...] | None:
             per_dim.append([_table(layout, group) for group in groups])
         except LayoutError as error:
             raise LayoutError(f'layout "{layout}" on mesh {layout.mesh}: {error}') from None
-    return tuple(_grid(layout, dims) for dims in product(*per_dim))
+    grids, on = [], dict(layout.words.on)
+    for dims in product(*per_dim):
+        used = {axis for dim in dims for axis in dim.axes}
+        replicas = np.zeros(1, dtype=np.int64)
+        for axis, size in layout.mesh.axes.items():
+            if axis not in used:
+                steps = _array(on.get(axis, range(size))) * layout.mesh.stride(axis)
+                replicas = (replicas[:, None] + steps).ravel()
+        grids.append(Grid(layout.mesh, dims, replicas))
+    return tuple(grids)
 
 
 _Group = list[tuple[int, int, Cuts]]
@@ -223,7 +232,16 @@ def _blocks(layout: Layout, cut: Cut, lengths: Ints, num: int) -> tuple[Ints, In
     base = np.cumsum(lengths) - lengths
     starts, owners = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for length in distinct(lengths[lengths > 0]):
-        block, owner = _tiling(layout, cut, int(length), num)
+        if isinstance(cut, Packed):
+            sizes = [segment.size for segment in cut.segments]
+            check_sum(cut, sizes, int(length))
+            parts = [_partition(layout, s.cuts, s.size, axes_of((cut,))) for s in cut.segments]
+            begins = zip(accumulate(sizes, initial=0), parts, strict=False)
+            block = np.concatenate([at + first for at, (first, _) in begins])
+            owner = np.concatenate([part for _, part in parts])
+        else:
+            tiles = tiling(cut, int(length), num)
+            block, owner = _array(tiles.starts), _array(tiles.owners)
         alike = np.flatnonzero(lengths == length)
         starts.append((base[alike][:, None] + block[None, :]).ravel())
         owners.append((alike[:, None] * num + owner[None, :]).ravel())
@@ -232,34 +250,10 @@ def _blocks(layout: Layout, cut: Cut, lengths: Ints, num: int) -> tuple[Ints, In
     return start[order], owned[order]
 
 
-def _tiling(layout: Layout, cut: Cut, length: int, num: int) -> tuple[Ints, Ints]:
-    if isinstance(cut, Packed):
-        sizes = [segment.size for segment in cut.segments]
-        check_sum(cut, sizes, length)
-        axes = axes_of((cut,))
-        at = np.cumsum([0, *sizes])
-        found = [_partition(layout, s.cuts, s.size, axes) for s in cut.segments]
-        starts = [start + first for first, (start, _) in zip(at, found, strict=False)]
-        return np.concatenate(starts), np.concatenate([part for _, part in found])
-    tiles = tiling(cut, length, num)
-    return _array(tiles.starts), _array(tiles.owners)
-
-
 def _array(values: Sequence[int]) -> Ints:
     if isinstance(values, range):
         return np.arange(values.start, values.stop, values.step, dtype=np.int64)
     return np.array(values, dtype=np.int64)
-
-
-def _grid(layout: Layout, dims: Sequence[DimTable]) -> Grid:
-    used = {axis for dim in dims for axis in dim.axes}
-    on = dict(layout.words.on)
-    replicas = np.zeros(1, dtype=np.int64)
-    for axis, size in layout.mesh.axes.items():
-        if axis not in used:
-            steps = _array(on.get(axis, range(size))) * layout.mesh.stride(axis)
-            replicas = (replicas[:, None] + steps).ravel()
-    return Grid(layout.mesh, tuple(dims), replicas)
 
 
 @sized_cache(16 << 20, lambda found, layout: 128 * len(found) + layout.num_bytes)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -331,11 +332,10 @@ class BoxLayout(Layout):
     def pieces(self, rank: int, shape: Sequence[int]) -> tuple[Piece, ...]:
         """The boxes of a rank in the order given, each with its place in the local tensor."""
         self.dims(shape)
-        pieces, offset = [], 0
-        for box in self.boxes.get(rank, ()):
-            pieces.append(Piece(box, offset, row_major(box.shape)))
-            offset += box.size
-        return tuple(piece for piece in pieces if piece.box.size)
+        boxes = [box for box in self.boxes.get(rank, ()) if box.size]
+        offsets = accumulate((box.size for box in boxes), initial=0)
+        pairs = zip(boxes, offsets, strict=False)
+        return tuple(Piece(box, offset, row_major(box.shape)) for box, offset in pairs)
 
     def to_dict(self) -> dict[str, Any]:
         boxes = {

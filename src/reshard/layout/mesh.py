@@ -157,7 +157,7 @@ class Mesh:
         return f"{self._axes_text()} @ {self.ranks_text}".strip()
 
     def __repr__(self) -> str:
-        words = [f"{axis}={size}" for axis, size in self._sizes]
+        words = self._axes_text().split()
         if self.ranks != range(len(self.ranks)):
             evenly = isinstance(self.ranks, range)
             words.append(f"ranks={self.ranks if evenly else [*self.ranks]}")

@@ -214,23 +214,18 @@ def held(
     """The intervals of a dim that one coordinate holds, in rising order."""
     mine = [(0, length)] if length else []
     for cut in cuts:
-        mine = _select(mine, _held_by(cut, length_of(mine), sizes, coords))
+        if isinstance(cut, Packed):
+            parts, kept = cut.segments, list[Interval]()
+            check_sum(cut, [part.size for part in parts], length_of(mine))
+            for at, part in zip(
+                accumulate((p.size for p in parts), initial=0), parts, strict=False
+            ):
+                inside = held(part.cuts, part.size, sizes, coords)
+                kept += [(at + low, at + high) for low, high in inside]
+        else:
+            kept = tiling(cut, length_of(mine), sizes[cut.axis]).of(coords[cut.axis])
+        mine = _select(mine, kept)
     return mine
-
-
-def _held_by(
-    cut: Cut, length: int, sizes: Mapping[str, int], coords: Mapping[str, int]
-) -> list[Interval]:
-    """The positions of a local dim that one coordinate keeps after one cut."""
-    if not isinstance(cut, Packed):
-        return tiling(cut, length, sizes[cut.axis]).of(coords[cut.axis])
-    check_sum(cut, [segment.size for segment in cut.segments], length)
-    starts = accumulate((segment.size for segment in cut.segments), initial=0)
-    return [
-        (start + low, start + high)
-        for start, segment in zip(starts, cut.segments, strict=False)
-        for low, high in held(segment.cuts, segment.size, sizes, coords)
-    ]
 
 
 def _select(intervals: list[Interval], positions: list[Interval]) -> list[Interval]:

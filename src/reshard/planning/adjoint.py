@@ -183,7 +183,8 @@ def _inside(layout: Layout, shape: tuple[int, ...], covered: list[Box]) -> Boxes
     """What each rank of a layout holds of these boxes, none of which overlap."""
     found: Boxes = {}
     for rank in layout.ranks:
-        pieces = layout.pieces(rank, shape)
-        both = (piece.box & box for piece in pieces for box in covered)
-        found[rank] = tuple(box for box in both if box.size)
-    return {rank: boxes for rank, boxes in found.items() if boxes}
+        both = (piece.box & box for piece in layout.pieces(rank, shape) for box in covered)
+        boxes = tuple(box for box in both if box.size)
+        if boxes:
+            found[rank] = boxes
+    return found

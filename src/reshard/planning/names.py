@@ -201,24 +201,24 @@ def table_of(names: Names) -> dict[str, Any]:
     >>> table_of({"a": Stacked(("b", "c"), 1), "d": take("e", crop={0: (0, 4)})})
     {'a': {'stack': ['b', 'c'], 'dim': 1}, 'd': {'take': 'e', 'crop': {'0': [0, 4]}}}
     """
-    return {name: _write_source(source) for name, source in names.items()}
-
-
-def _write_source(source: Source) -> Any:
-    match source:
-        case Take(name, crop, index, pad):
-            parts = {
-                "crop": {str(dim): list(limits) for dim, limits in crop},
-                "index": {str(dim): at for dim, at in index},
-                "pad": {str(dim): size for dim, size in pad},
-            }
-            return {"take": name} | {key: part for key, part in parts.items() if part}
-        case Join(names, dim, rows):
-            table = {"join": list(names), "dim": dim}
-            return table if rows is None else table | {"rows": list(rows)}
-        case Stacked(names, dim):
-            return {"stack": list(names), "dim": dim}
-    return source
+    table: dict[str, Any] = {}
+    for key, source in names.items():
+        match source:
+            case Take(name, crop, index, pad):
+                parts = {
+                    "crop": {str(dim): list(limits) for dim, limits in crop},
+                    "index": {str(dim): at for dim, at in index},
+                    "pad": {str(dim): size for dim, size in pad},
+                }
+                table[key] = {"take": name, **{what: part for what, part in parts.items() if part}}
+            case Join(parts_of, dim, rows):
+                more = {} if rows is None else {"rows": list(rows)}
+                table[key] = {"join": list(parts_of), "dim": dim, **more}
+            case Stacked(parts_of, dim):
+                table[key] = {"stack": list(parts_of), "dim": dim}
+            case _:
+                table[key] = source
+    return table
 
 
 def _read_source(name: str, value: object) -> Source:

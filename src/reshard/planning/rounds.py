@@ -51,8 +51,6 @@ class Load:
     """What one stack makes every rank stage, if it moves in one round."""
 
     stack: Stack
-    family: object
-    """Equal for stacks that differ only in who holds the source, such as pipeline stages."""
     staged: Ints  # bytes of each rank
     rows: int  # the most transfers that any rank takes part in
     hops: int  # the rounds that passing on takes after the first
@@ -114,7 +112,17 @@ def schedule(loads: Sequence[Load], cap: int) -> Schedule:
     start = end = peak = 0
     shared = np.zeros(len(loads[0].staged) if loads else 0, dtype=np.int64)
     for numbers in _batches(loads, cap):
-        batch = _together([loads[number] for number in numbers])
+        some = [loads[number] for number in numbers]
+        batch = some[0]
+        if len(some) > 1:
+            batch = replace(
+                batch,
+                staged=np.sum([load.staged for load in some], axis=0),
+                rows=sum(load.rows for load in some),
+                hops=max(load.hops for load in some),
+                longest=max(load.longest for load in some),
+                uses=None,
+            )
         together = shared + batch.staged
         if int(together.max(initial=0)) > cap:
             start, together = end, batch.staged
@@ -134,25 +142,16 @@ def _batches(loads: Sequence[Load], cap: int) -> list[list[int]]:
     """Numbers of stacks that are cut together; alone where one alone is too much for slices."""
     family: dict[object, list[int]] = {}
     for number, load in enumerate(loads):
-        family.setdefault(load.family, []).append(number)
+        have, want, feed = load.stack.have, load.stack.want, load.stack.feed
+        sides = (have.shape, have.dtype, have.layout.reduce is None, want.shape, want.dtype)
+        # Stacks that differ only in who holds the source, such as pipeline stages.
+        alike = (*sides, want.layout, feed.moves, feed.have_insert, feed.want_insert)
+        family.setdefault(alike, []).append(number)
     batches: list[list[int]] = []
     for numbers in family.values():
         tight = sum(loads[n].rows * loads[n].stack.itemsize for n in numbers) * 4 > cap
         batches += [[number] for number in numbers] if tight else [numbers]
     return batches
-
-
-def _together(loads: Sequence[Load]) -> Load:
-    if len(loads) == 1:
-        return loads[0]
-    return replace(
-        loads[0],
-        staged=np.sum([load.staged for load in loads], axis=0),
-        rows=sum(load.rows for load in loads),
-        hops=max(load.hops for load in loads),
-        longest=max(load.longest for load in loads),
-        uses=None,
-    )
 
 
 def _cut(load: Load, start: int, cap: int) -> tuple[Slot, int]:
@@ -200,16 +199,12 @@ def slice_edges(start: Ints, stop: Ints, unit: Ints, slices: int, number: int) -
 
 
 def load_of(flow: Flow, world: Ints) -> Load:
-    have, want, feed = flow.stack.have, flow.stack.want, flow.stack.feed
-    sizes = (have.shape, have.dtype, want.shape, want.dtype)
-    inserted = (feed.have_insert, feed.want_insert)
-    family = (*sizes, want.layout, feed.moves, inserted, have.layout.reduce is None)
     if isinstance(flow.geometry, RegularGeometry):
-        return _regular_load(flow, world, family)
-    return _listed_load(flow, world, family)
+        return _regular_load(flow, flow.geometry, world)
+    return _listed_load(flow, world)
 
 
-def _listed_load(flow: Flow, world: Ints, family: object) -> Load:
+def _listed_load(flow: Flow, world: Ints) -> Load:
     """Count both ends of every row; what a rank sends to a whole line, without listing its pairs.
 
     A row of wider elements counts as more rows.
@@ -233,8 +228,7 @@ def _listed_load(flow: Flow, world: Ints, family: object) -> Load:
         np.add.at(staged, place, part.sizes * wide)
         np.add.at(count, place, _width(stack, wide))
     most, longest = int(count.max(initial=0)), int(flow.parts().sizes.max(initial=0))
-    uses = partial(_uses, flow, world)
-    return Load(stack, family, staged, most, hops, longest, uses)
+    return Load(stack, staged, most, hops, longest, partial(_uses, flow, world))
 
 
 def _width(stack: Stack, itemsize: int) -> int:
@@ -261,10 +255,9 @@ def _uses(flow: Flow, world: Ints) -> Uses:
     return Uses(place, part, num_bytes, elements)
 
 
-def _regular_load(flow: Flow, world: Ints, family: object) -> Load:
+def _regular_load(flow: Flow, geometry: RegularGeometry, world: Ints) -> Load:
     """Bound every rank by its slots and regions, without listing a row."""
     itemsize, times = flow.stack.itemsize, len(flow.stack.names)
-    assert isinstance(flow.geometry, RegularGeometry)
     staged = np.zeros(len(world), dtype=np.int64)
     send, receive = flow.sending, flow.receiving
     most = int(np.diff(receive.first).max(initial=1))
@@ -273,12 +266,11 @@ def _regular_load(flow: Flow, world: Ints, family: object) -> Load:
         # A cut is rounded by at most half a unit, and a slot has two ends.
         sizes += np.minimum(flow.unit, sizes)
         np.add.at(staged, np.searchsorted(world, slots.ranks), sizes * itemsize * copies)
-    lines = np.repeat(flow.geometry.receivers.amounts * times, np.diff(receive.first))
+    lines = np.repeat(geometry.receivers.amounts * times, np.diff(receive.first))
     np.add.at(staged, np.searchsorted(world, receive.ranks), lines * itemsize)
-    ranks, elements = flow.geometry.copied_elements()
+    ranks, elements = geometry.copied_elements()
     np.add.at(staged, np.searchsorted(world, ranks), elements * times * itemsize * -2)
-    sent, wanted = flow.geometry.cells_per_rank()
+    sent, wanted = geometry.cells_per_rank()
     senders = int(np.diff(send.first).max(initial=1))
     rows = sent * most + (wanted * senders + most) * most
-    longest = int(lines.max(initial=1))
-    return Load(flow.stack, family, staged, rows, int(most > 1), longest, None)
+    return Load(flow.stack, staged, rows, int(most > 1), int(lines.max(initial=1)), None)

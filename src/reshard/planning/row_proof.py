@@ -40,7 +40,16 @@ def check_ranks(plan: Plan, groups: Sequence[TensorGroup]) -> None:
     rows = 0
     for rank in _in_turn(plan):
         mine = plan.for_rank(rank)
-        _check_rank(mine, groups)
+        written: dict[int, dict[int, list[Rows]]] = {}
+        for one in [*mine.receives.rows, *mine.copies.rows]:
+            addends = written.setdefault(id(one.flow.stack), {})
+            addends.setdefault(one.transfers.addend, []).append(one)
+        cells = {stack: _same_cells(rank, addends) for stack, addends in written.items()}
+        for group in groups:
+            _check_group(group, mine, [cells[stack] for stack in group.stacks if stack in cells])
+        for one in [*mine.sends.rows, *mine.copies.rows]:
+            _check_held(one, rank)
+        _check_passed_on(mine)
         _check_turns(mine, plan.num_rounds)
         exchanges.add(mine.sends.rows, 1)
         exchanges.add(mine.receives.rows, -1)
@@ -146,20 +155,6 @@ def without_dims(columns: Ints, inserted: Sequence[int]) -> Ints:
     return np.delete(columns, inserted, axis=1) if inserted else columns
 
 
-def _check_rank(mine: RankPlan, groups: Iterable[TensorGroup]) -> None:
-    written: dict[int, dict[int, list[Rows]]] = {}
-    for rows in [*mine.receives.rows, *mine.copies.rows]:
-        addends = written.setdefault(id(rows.flow.stack), {})
-        addends.setdefault(rows.transfers.addend, []).append(rows)
-    cells = {stack: _same_cells(mine.rank, addends) for stack, addends in written.items()}
-    for group in groups:
-        found = [cells[stack] for stack in group.stacks if stack in cells]
-        _check_group(group, mine, found)
-    for rows in [*mine.sends.rows, *mine.copies.rows]:
-        _check_held(rows, mine.rank)
-    _check_passed_on(mine)
-
-
 def _check_turns(mine: RankPlan, num_rounds: int) -> None:
     """Every slice of every row moves in some round; hops follow each other."""
     for rows in [*mine.sends.rows, *mine.receives.rows, *mine.copies.rows]:
@@ -179,8 +174,11 @@ def _same_cells(rank: int, addends: dict[int, list[Rows]]) -> tuple[Ints, Ints]:
     Rows of addend -1 carry the value itself.
     """
     flow = next(iter(addends.values()))[0].flow
+    num_dims = len(flow.stack.want.shape) + len(flow.stack.feed.want_insert)
+    none = np.zeros((0, 2 * num_dims + 2), dtype=np.int64)
     own = [addends.get(number, []) for number in range(flow.geometry.num_addends)]
-    tables = [_sorted_table(rows) for rows in own]
+    tables = [np.concatenate([none, *(_table(one.transfers) for one in some)]) for some in own]
+    tables = [table[np.lexsort(table.T[::-1])] for table in tables]
     lacking = [n for n, table in enumerate(tables) if not np.array_equal(table, tables[0])]
     if lacking:
         raise ProofError(
@@ -188,13 +186,6 @@ def _same_cells(rank: int, addends: dict[int, list[Rows]]) -> tuple[Ints, Ints]:
             f"{lacking[0]} as for addend 0"
         )
     return _whole_cells(rank, [*own[0], *addends.get(-1, [])])
-
-
-def _sorted_table(rows: Sequence[Rows]) -> Ints:
-    if not rows:
-        return np.zeros((0, 0), dtype=np.int64)
-    table = np.concatenate([_table(one.transfers) for one in rows])
-    return table[np.lexsort(table.T[::-1])]
 
 
 def _whole_cells(rank: int, written: Sequence[Rows]) -> tuple[Ints, Ints]:

@@ -88,17 +88,10 @@ NUMBERS = (
 
 
 def _config(
-    model_type: str,
-    hidden: int,
-    ffn: int,
-    layers: int,
-    heads: int,
-    kv: int,
-    vocab: int,
-    **more: Any,
+    kind: str, hidden: int, ffn: int, layers: int, heads: int, kv: int, vocab: int, **more: Any
 ) -> dict[str, Any]:
     return {
-        "model_type": model_type,
+        "model_type": kind,
         "hidden_size": hidden,
         "intermediate_size": ffn,
         "num_hidden_layers": layers,
@@ -161,9 +154,7 @@ _PRESETS = {
             "num_hidden_layers": 34,
         },
     },
-    "gpt-neox-20b": _config(
-        "gpt_neox", 6144, 24576, 44, 64, 64, 50432, torch_dtype="float16"
-    ),
+    "gpt-neox-20b": _config("gpt_neox", 6144, 24576, 44, 64, 64, 50432, torch_dtype="float16"),
     "bert-base": _config(
         "bert", 768, 3072, 12, 12, 12, 30522, max_position_embeddings=512, type_vocab_size=2,
         torch_dtype="float32",

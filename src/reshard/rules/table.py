@@ -15,11 +15,10 @@ of the integers it uses, and equal layouts are one object.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import product
-from operator import itemgetter
 
 from reshard.errors import RulesError
 from reshard.layout.columns import sized_cache
@@ -42,7 +41,6 @@ class Spot:
 
     place: Place
     ordinals: Mapping[str, int]  # which integer of the name each captured index is
-    pick: Callable[[Sequence[str]], object]  # these integers of all those in a name
     known: dict[object, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -76,12 +74,13 @@ class Table:
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = self._entry(name, num_dims)
-        coords = [
-            spot.known.get(spot.pick(indices)) or self._coords(spot, name, indices)
-            for spot in entry.spots
-        ]
-        at = tuple(coords)
-        return entry.layouts.get(at) or self._placed(entry, name, at)
+        at = tuple([self._coords(spot, name, indices) for spot in entry.spots])
+        if at not in entry.layouts:
+            on = tuple((spot.place.axis, c) for spot, c in zip(entry.spots, at, strict=True))
+            with located(f"tensor {quoted(name)}, {entry.where}"):
+                words = replace(entry.words, on=on) if on else entry.words
+                entry.layouts[at] = _shared(self._mesh, str(words))
+        return entry.layouts[at]
 
     @cached_property
     def _axes(self) -> set[str]:
@@ -182,11 +181,13 @@ class Table:
             used = sorted(place.names & set(starts))
             ordinals = {index: order.index(starts[index]) for index in used}
             if place.axis in self._mesh.axes:
-                pick = itemgetter(*ordinals.values()) if ordinals else lambda _: ()
-                spots.append(Spot(place, ordinals, pick))
+                spots.append(Spot(place, ordinals))
         return tuple(spots)
 
     def _coords(self, spot: Spot, name: str, indices: Sequence[str]) -> tuple[int, ...]:
+        key = tuple([indices[k] for k in spot.ordinals.values()])
+        if key in spot.known:
+            return spot.known[key]
         axis, size = spot.place.axis, self._mesh.axes[spot.place.axis]
         own = {index: int(indices[k]) for index, k in spot.ordinals.items()}
         with located(f"tensor {quoted(name)}, on {axis}"):
@@ -199,16 +200,8 @@ class Table:
                         f"{axis}={value} with {given or 'no numbers'}, and mesh {self._mesh} has "
                         f"{axis}=0 to {size - 1}: check these numbers"
                     )
-        spot.known[spot.pick(indices)] = at
+        spot.known[key] = at
         return at
-
-    def _placed(self, entry: Entry, name: str, at: tuple[tuple[int, ...], ...]) -> Layout:
-        on = tuple((spot.place.axis, c) for spot, c in zip(entry.spots, at, strict=True))
-        with located(f"tensor {quoted(name)}, {entry.where}"):
-            words = replace(entry.words, on=on) if on else entry.words
-            layout = _shared(self._mesh, str(words))
-        entry.layouts[at] = layout
-        return layout
 
 
 @sized_cache(16 << 20, lambda layout, *_: layout.num_bytes)

@@ -178,9 +178,8 @@ class _Builder:
         place = {number: at for at, number in enumerate(self.addends)}
         number = np.array([place[addend[rank]] for rank in self.have.holders.tolist()], np.int64)
         box = np.repeat(np.arange(len(self.have.starts)), np.diff(self.have.first))
-        lines, _ = LineSet.sorted(
-            box * num + number, self.have.holders, len(self.have.starts) * num
-        )
+        count = len(self.have.starts) * num
+        lines, _ = LineSet.sorted(box * num + number, self.have.holders, count)
         lost = np.argwhere(lines.counts.reshape(-1, num)[used] == 0)
         if len(lost):
             at = used[lost[0, 0]]
@@ -190,9 +189,8 @@ class _Builder:
                 f"{where}: a lost addend cannot be rebuilt"
             )
         table = np.full((len(lines.counts), lines.counts.max(initial=1)), -1, dtype=np.int64)
-        table[lines.line_of, np.arange(len(lines.members)) - lines.first[lines.line_of]] = (
-            lines.members
-        )
+        column = np.arange(len(lines.members)) - lines.first[lines.line_of]
+        table[lines.line_of, column] = lines.members
         return table.reshape(-1, num, table.shape[1])
 
 

@@ -213,7 +213,6 @@ def summarize(
     topology: Topology | None,
 ) -> Summary:
     sent, passed = traffic.first_hand, traffic.passed_on
-    senders = int(np.count_nonzero(sent))
     needs = [needs_of(flow) for flow in flows]
     figures = _link_figures(flows, traffic, topology) if topology else {}
     return Summary(
@@ -224,7 +223,7 @@ def summarize(
         num_rounds=schedule.num_rounds,
         peak_bytes=schedule.peak_bytes,
         busiest_sender_bytes=int(sent.max(initial=0)),
-        mean_sender_bytes=float(sent.sum() / senders) if senders else 0.0,
+        mean_sender_bytes=float(sent.sum() / max(int(np.count_nonzero(sent)), 1)),
         busiest_relay_bytes=int(passed.max(initial=0)),
         mean_relay_bytes=float(passed.sum() / max(int(np.count_nonzero(passed)), 1)),
         **figures,
