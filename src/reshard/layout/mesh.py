@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from math import prod
 from operator import index
@@ -164,7 +164,7 @@ class Mesh:
         return f"Mesh({', '.join(words)})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return partial(Mesh, self.ranks, **self.axes), ()
+        return _rebuild, (self._sizes, self.ranks)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mesh):
@@ -192,6 +192,10 @@ def _rank(rank: object) -> int:
         return index(rank)  # type: ignore[arg-type]
     except TypeError:
         raise MeshError(f"{rank!r:.60} in ranks is no rank: ranks are whole numbers") from None
+
+
+def _rebuild(sizes: tuple[tuple[str, int], ...], ranks: Sequence[int]) -> Mesh:
+    return Mesh(ranks=ranks, **dict(sizes))
 
 
 def _check_axis(axis: str, size: int) -> None:

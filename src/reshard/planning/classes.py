@@ -149,7 +149,7 @@ def _placement(spec: TensorSpec, name: str) -> bytes:
 
 
 def _check_reduce(stack: Stack) -> None:
-    """A destination may keep a reduction pending only if the source has the same one."""
+    """Refuse a destination that keeps a reduction pending which the source does not have."""
     had, wanted = stack.have.layout.reduce, stack.want.layout.reduce
     if wanted and (had is None or had[0] != wanted[0]):
         raise PlanError(

@@ -130,9 +130,10 @@ class Flow:
 
     def _copies(self, rank: int) -> Iterator[Transfers]:
         cells = self.geometry.copied_by(rank)
-        here = np.full(len(cells.size), rank, dtype=np.int64)
-        runs = Runs.whole(cells.size * len(self.stack.names))
-        yield Transfers(cells, runs, here, here, here * 0, here * 0, here * 0, 0)
+        if len(cells.size):
+            here = np.full(len(cells.size), rank, dtype=np.int64)
+            runs = Runs.whole(cells.size * len(self.stack.names))
+            yield Transfers(cells, runs, here, here, here * 0, here * 0, here * 0, 0)
 
     def _cut(self, cells: Cells) -> Transfers:
         """Cut cells where slots of senders begin, then where slots of relays begin.

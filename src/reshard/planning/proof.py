@@ -31,6 +31,7 @@ from reshard.planning.row_proof import (
     MAX_ROWS,
     ROW_BYTES,
     TensorGroup,
+    as_box,
     check_ranks,
     first_outside,
     tensor_groups,
@@ -102,7 +103,7 @@ def _check_parts(flow: Flow) -> None:
         number = int(cell[wrong[0]]) if len(wrong) else int(np.flatnonzero(absent)[0])
         twice = bool(len(wrong)) and bool(start[wrong[0]] < expected[wrong[0]])
         what = "written twice" if twice else "missing"
-        box = _as_box(parts.cells.want_low[number], parts.cells.width[number])
+        box = as_box(parts.cells.want_low[number], parts.cells.width[number])
         raise ProofError(f"a part of box {box} of {flow.stack.label} is {what}")
     lines = [(flow.geometry.receivers, parts.line, parts.destination, "pass on")]
     if not flow.stack.adds:
@@ -111,7 +112,7 @@ def _check_parts(flow: Flow) -> None:
         stray = np.flatnonzero(members.find(line, rank) < 0)
         if len(stray):
             cell = parts.runs.cell[stray[0]]
-            box = _as_box(parts.cells.want_low[cell], parts.cells.width[cell])
+            box = as_box(parts.cells.want_low[cell], parts.cells.width[cell])
             raise ProofError(
                 f"rank {rank[stray[0]]} is to {what} a part of box {box} of {flow.stack.label}, "
                 "which is not on its line"
@@ -134,7 +135,8 @@ def _check_cells(flow: Flow, pieces_of: PiecesOf) -> None:
     high = np.concatenate([line + 1, cells.want_low + cells.width], axis=1)
     crossing = first_overlapping_rows(low, high)
     if crossing is not None:
-        box = Box(tuple(low[crossing[0], 1:].tolist()), tuple(high[crossing[0], 1:].tolist()))
+        row = crossing[0]
+        box = as_box(cells.want_low[row], cells.width[row])
         raise ProofError(f"box {box} of {stack.label} is written twice")
 
 
@@ -178,10 +180,6 @@ def _check_inside(
                 f"no piece that rank {pieces[at][0]} {what} contains box {box} of "
                 f"{flow.stack.label}"
             )
-
-
-def _as_box(low: Ints, width: Ints) -> Box:
-    return Box(tuple(low.tolist()), tuple((low + width).tolist()))
 
 
 def _written(flow: Flow, world: Ints) -> Ints:

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from reshard.layout.box import Box, flat_range
-from reshard.layout.columns import Ints, distinct
+from reshard.layout.columns import Ints
 from reshard.planning.cells.transfers import Transfers
 from reshard.planning.classes import Fill
 from reshard.planning.flows import Flow
@@ -164,12 +164,11 @@ class RankPlan:
         for flow, slot in zip(flows, slots, strict=True):
             for transfers in flow.for_rank(rank):
                 role = 2 * (transfers.source == rank) + (transfers.destination == rank)
-                for kind in distinct(role).tolist():
+                for kind in (1, 2, 3):
                     rows = np.flatnonzero(role == kind)
-                    whole = len(rows) == len(transfers)
-                    found[kind].append(
-                        Rows(flow, slot, transfers if whole else transfers.take(rows))
-                    )
+                    if len(rows):
+                        some = transfers if len(rows) == len(transfers) else transfers.take(rows)
+                        found[kind].append(Rows(flow, slot, some))
         here = tuple(fill for fill in fills if fill.spec.layout.holds(rank) is not None)
         _, receives, sends, copies = map(Steps, found)
         return cls(rank, sends, receives, copies, here)

@@ -205,8 +205,7 @@ def _whole_cells(rank: int, written: Sequence[Rows]) -> tuple[Ints, Ints]:
         tensor = min(int(at) // max(int(width.prod()), 1), len(stack.names) - 1)
         what = "is written twice" if start[row] < expected[row] else "is missing"
         raise ProofError(
-            f"rank {rank}: a part of box {Box(tuple(low), tuple(low + width))} of "
-            f'"{stack.names[tensor][1]}" {what}'
+            f'rank {rank}: a part of box {as_box(low, width)} of "{stack.names[tensor][1]}" {what}'
         )
     low, width = np.split(table[new, : 2 * dims], 2, axis=1)
     inserted = stack.feed.want_insert
@@ -251,12 +250,12 @@ def _check_group(group: TensorGroup, mine: RankPlan, found: Sequence[tuple[Ints,
         )
     crossing = first_overlapping_rows(low, low + width)
     if crossing is not None:
-        a, b = (Box(tuple(low[row]), tuple(low[row] + width[row])) for row in crossing)
+        a, b = (as_box(low[row], width[row]) for row in crossing)
         raise ProofError(f'rank {rank} writes box {a & b} of "{group.name}" twice')
     wanted, count = int((stops - starts).prod(axis=1).sum()), int(width.prod(axis=1).sum())
     if count != wanted:
         pieces = [piece.box for piece in spec.layout.pieces(rank, spec.shape)]
-        done = [Box(tuple(a), tuple(a + w)) for a, w in zip(low, width, strict=True)]
+        done = [*map(as_box, low, width)]
         missing = next((gap for box in pieces for gap in missing_boxes(box, done)), None)
         raise ProofError(
             f'rank {rank} wants {wanted} elements of "{group.name}" and gets {count}: '
@@ -273,7 +272,11 @@ def first_outside(low: Ints, width: Ints, starts: Ints, stops: Ints) -> Box | No
     if good.all():
         return None
     row = int(np.flatnonzero(~good)[0])
-    return Box(tuple(low[row].tolist()), tuple((low[row] + width[row]).tolist()))
+    return as_box(low[row], width[row])
+
+
+def as_box(low: Ints, width: Ints) -> Box:
+    return Box(tuple(low.tolist()), tuple((low + width).tolist()))
 
 
 def _check_held(rows: Rows, rank: int) -> None:

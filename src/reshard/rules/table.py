@@ -108,12 +108,19 @@ class Table:
         where = f"tensor {quoted(name)}, rule {quoted(rule.pattern.text)}"
         with located(where):
             words = self._words(rule, num_dims)
-            spots = () if words.on else self._spots(name)
+            spots = list[Spot]()
+            order = [match.start() for match in INDEX.finditer(f".{name}")]
+            placing = [one for one in self._document.rules if one.on is not None and not words.on]
+            placed_by, starts = self._best(name, placing)
+            for place in placed_by.on or () if placed_by else ():
+                used = sorted(place.names & set(starts))
+                if place.axis in self._mesh.axes:
+                    spots.append(Spot(place, {at: order.index(starts[at]) for at in used}))
             words = keep_axes(words, self._axes)
             placed = {spot.place.axis for spot in spots}
             further = [a for a in self._document.fsdp if a in self._mesh.axes and a not in placed]
             words = shard_first_dim(words, further, num_dims=num_dims)
-        return Entry(f"rule {quoted(rule.pattern.text)}", words, spots)
+        return Entry(f"rule {quoted(rule.pattern.text)}", words, tuple(spots))
 
     def _best(self, name: str, rules: Iterable[Rule]) -> tuple[Rule | None, dict[str, int]]:
         """The most specific rule that matches; two that are equally specific are an error."""
@@ -172,17 +179,6 @@ class Table:
                 )
             numbers[name] = number
         return numbers
-
-    def _spots(self, name: str) -> tuple[Spot, ...]:
-        rule, starts = self._best(name, [one for one in self._document.rules if one.on is not None])
-        order = [match.start() for match in INDEX.finditer(f".{name}")]
-        spots = []
-        for place in rule.on or () if rule else ():
-            used = sorted(place.names & set(starts))
-            ordinals = {index: order.index(starts[index]) for index in used}
-            if place.axis in self._mesh.axes:
-                spots.append(Spot(place, ordinals))
-        return tuple(spots)
 
     def _coords(self, spot: Spot, name: str, indices: Sequence[str]) -> tuple[int, ...]:
         key = tuple([indices[k] for k in spot.ordinals.values()])
