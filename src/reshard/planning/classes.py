@@ -111,25 +111,30 @@ def stacks_of(
     fills: list[Fill] = []
     lacking: dict[str, list[str]] = {}
     used: set[str] = set()
+    as_it_is = [Feed("")]
     for name, spec in want.items():
         plain = None if names else have.get(name)
-        fed: tuple[list[Feed], tuple[Box, ...]] | list[str] = [Feed(name)], ()
+        feeds: list[Feed] = as_it_is
         if plain is None or plain.shape != spec.shape:
             fed = feeds_of(name, spec, have, names)
-        if isinstance(fed, list):
-            lacking[name] = fed
-            continue
-        fills += [Fill(name, spec, box) for box in fed[1]]
-        for feed in fed[0]:
-            used.add(feed.name)
-            given, how = have[feed.name], (feed.moves, feed.have_insert, feed.want_insert)
+            if isinstance(fed, list):
+                lacking[name] = fed
+                continue
+            feeds = fed[0]
+            fills += [Fill(name, spec, box) for box in fed[1]]
+        for feed in feeds:
+            source = name if feeds is as_it_is else feed.name
+            used.add(source)
+            given, how = have[source], (feed.moves, feed.have_insert, feed.want_insert)
             key = (given.shape, given.dtype, spec.shape, spec.dtype, how)
             # Fingerprints are taken once for each pair of layouts.
-            pair = (*key, id(given.layout), id(spec.layout))
-            if pair not in seen:
-                ends = _placement(given, feed.name), _placement(spec, name)
-                seen[pair] = found.setdefault((*key, *ends), Stack(given, spec, feed))
-            seen[pair].names.append((feed.name, name))
+            pair = (key, id(given.layout), id(spec.layout))
+            stack = seen.get(pair)
+            if stack is None:
+                ends = _placement(given, source), _placement(spec, name)
+                stack = found.setdefault((key, *ends), Stack(given, spec, Feed(source, *how)))
+                seen[pair] = stack
+            stack.names.append((source, name))
     if strict and names:
         _check_keys(names, want)
     unused = [name for name in have if name not in used]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import product
 from math import prod
 
 import numpy as np
@@ -236,14 +236,9 @@ def regular_geometry(stack: Stack) -> RegularGeometry | None:
     pairs = pairs_of(stack)
     if pairs is None or not all(map(_is_regular, pairs)):
         return None
-    senders = [_lines(p.have, _outer([dim.have.total for dim in p.dims])) for p in pairs]
+    senders = [_lines(pair.have, _outer([dim.have.total for dim in pair.dims])) for pair in pairs]
     receivers = [_lines(pair.want, pair.provided) for pair in pairs]
-    send_base, receive_base = (
-        [*accumulate((len(line.amounts) for line in lines), initial=0)]
-        for lines in (senders, receivers)
-    )
-    chained = LineSet.chain(senders), LineSet.chain(receivers)
-    return RegularGeometry(pairs, *chained, send_base, receive_base)
+    return RegularGeometry(pairs, LineSet.chain(senders), LineSet.chain(receivers))
 
 
 def _is_regular(pair: GridPair) -> bool:
@@ -262,8 +257,6 @@ class RegularGeometry:
     pairs: list[GridPair]
     senders: LineSet
     receivers: LineSet
-    send_base: list[int]
-    receive_base: list[int]
     num_addends: int = 1
     listed: bool = False
     kinds: None = None
@@ -334,8 +327,8 @@ class RegularGeometry:
         """The cells of a pair; the regions of all pairs are numbered one after the other."""
         if pair == 0:
             return cells
-        send = cells.send_line + self.send_base[pair]
-        receive = cells.receive_line + self.receive_base[pair]
+        send = cells.send_line + sum(one.have.num_regions for one in self.pairs[:pair])
+        receive = cells.receive_line + sum(one.want.num_regions for one in self.pairs[:pair])
         return replace(cells, send_line=send, receive_line=receive)
 
 
