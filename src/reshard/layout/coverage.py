@@ -30,6 +30,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice, pairwise
 from math import inf, prod
+from operator import lt
 from typing import TYPE_CHECKING
 
 from reshard.errors import CoverageError
@@ -49,8 +50,7 @@ MAX_CUT_ROUNDS = 32  # rounds of straight cuts; boxes that are nested deeper are
 PAIRS_AT_ONCE = 1 << 18
 MAX_PAIRS = 1 << 20
 """Pairs compared before `missing_boxes` gives up proving that boxes are disjoint and sweeps."""
-MAX_REPEATED = 1000
-"""Regions that `repeated_boxes` lists: a hundred boxes that all overlap have millions."""
+MAX_REPEATED = 1000  # regions that are listed: a hundred boxes that all overlap have millions
 FEW_BOXES = 8
 STEPS_PER_SLAB = 32
 
@@ -161,13 +161,18 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
         return None
     if len(boxes) <= FEW_BOXES:
         pairs = combinations(range(len(boxes)), 2)
-        return next((pair for pair in pairs if (boxes[pair[0]] & boxes[pair[1]]).size), None)
+        return next((pair for pair in pairs if _overlap(*(boxes[i] for i in pair))), None)
     return first_overlapping_rows(*box_columns(boxes, len(boxes[0].start)))
 
 
 def first_overlapping_rows(starts: Ints, stops: Ints) -> tuple[int, int] | None:
     """The same for boxes as columns."""
     return next((pair for pair in _overlaps(starts, stops) if pair is not None), None)
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    meets = all(map(lt, one.start, other.stop)) and all(map(lt, other.start, one.stop))
+    return meets and bool(one.size) and bool(other.size)
 
 
 def _overlaps(starts: Ints, stops: Ints) -> Iterator[tuple[int, int] | None]:

@@ -51,8 +51,7 @@ class Grid:
 
     mesh: Mesh
     dims: tuple[DimTable, ...]
-    replicas: Ints
-    """The offsets of the ranks that hold a region, or an addend of it, from its place."""
+    replicas: Ints  # offsets of the ranks that hold a region, or an addend of it, from its place
 
     @cached_property
     def shape(self) -> tuple[int, ...]:

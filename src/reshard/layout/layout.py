@@ -44,8 +44,7 @@ from reshard.layout.words import (
 from reshard.text import count
 
 MAX_DIMS = 32
-MAX_ELEMENTS = 1 << 48
-"""More elements than any tensor has; beyond, bytes could not be counted exactly."""
+MAX_ELEMENTS = 1 << 48  # more than any tensor has; beyond, bytes could not be counted exactly
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,7 @@ from reshard.layout.box import Interval, length_of
 from reshard.layout.mesh import format_ranks
 
 MAX_BLOCKS = 1 << 22  # blocks of a block-cyclic dim are listed one by one
-OPS = ("sum", "avg", "max", "min", "prod")
-"""How addends along the axes of a pending reduction become the value."""
+OPS = ("sum", "avg", "max", "min", "prod")  # how addends of a pending reduction become the value
 
 
 class _Word:
@@ -116,8 +115,7 @@ class Packed:
 
 
 Cut: TypeAlias = Chunk | Units | Cyclic | Ragged | ZigZag | Packed
-Cuts: TypeAlias = tuple[Cut, ...]
-"""What happens to one dim, left to right; empty means the dim is whole."""
+Cuts: TypeAlias = tuple[Cut, ...]  # what happens to a dim, left to right; empty means it is whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +124,8 @@ class Words:
 
     dims: tuple[Cuts, ...]  # the cuts of each dim that has a word of its own
     rest: int | None = None  # where ``...`` stands among the dims, if it does
-    on: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """The coordinates that hold the tensor, for axes where not all do."""
-    reduce: tuple[str, tuple[str, ...]] | None = None
-    """The operation and the axes of a pending reduction."""
+    on: tuple[tuple[str, tuple[int, ...]], ...] = ()  # coordinates that hold it, if not all
+    reduce: tuple[str, tuple[str, ...]] | None = None  # the operation and the axes that are pending
     flat: Cuts = ()  # how the flattened local tensor is cut
     without: tuple[int, ...] = ()  # the ranks that are lost
 

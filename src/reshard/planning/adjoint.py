@@ -62,11 +62,9 @@ def summed(layout: Layout, shape: tuple[int, ...]) -> Layout | None:
 class Spread:
     """Replicas that no axis explains: the first holder of each box adds up what others hold."""
 
-    gather: Plan | None
-    """From the second, third, ... holder of each box to the first; one name per number."""
+    gather: Plan | None  # from later holders of each box to the first; one name per number
     spread: Plan  # from first holders to everyone who wants the sums
-    holding: tuple[Boxes, ...]
-    """For the first, second, ... holder: the boxes that each rank brings."""
+    holding: tuple[Boxes, ...]  # for the first, second, ... holder: the boxes that each rank brings
     wanting: Boxes  # the boxes of sums that each rank gets; what is in none of them is zero
 
     @staticmethod

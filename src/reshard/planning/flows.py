@@ -50,8 +50,7 @@ class Flow:
     sending: Slots
     receiving: Slots
     unit: int  # cuts fall between whole parts of a cell of at most so many elements
-    direct: bool = False
-    """Whether senders serve all ranks that want a line, so that relays pass nothing on."""
+    direct: bool = False  # whether senders serve all that want a line; relays pass nothing on
 
     @property
     def most(self) -> int:

@@ -47,10 +47,8 @@ class Take:
 
     name: str
     crop: tuple[tuple[int, tuple[int, int]], ...] = ()  # dims of which only start to stop is taken
-    index: tuple[tuple[int, int], ...] = ()
-    """Dims of which one index is taken; the destination lacks these dims."""
-    pad: tuple[tuple[int, int], ...] = ()
-    """Dims that are longer in the destination, filled with zeros at the end."""
+    index: tuple[tuple[int, int], ...] = ()  # dims of which one index is taken; they are gone
+    pad: tuple[tuple[int, int], ...] = ()  # dims that are filled with zeros at the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +57,7 @@ class Join:
 
     names: tuple[str, ...]
     dim: int
-    rows: tuple[int, ...] | None = None
-    """How many rows of each source make one group, if the sources are interleaved."""
+    rows: tuple[int, ...] | None = None  # of each source in one group, if they are interleaved
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +131,7 @@ class Feed:
     """
 
     name: str
-    moves: tuple[Segments, ...] = ()
-    """The runs of each dim; none at all where the tensor moves as it is."""
+    moves: tuple[Segments, ...] = ()  # the runs of each dim; none where the tensor moves as it is
     have_insert: tuple[int, ...] = ()
     want_insert: tuple[int, ...] = ()
 

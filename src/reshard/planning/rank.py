@@ -34,8 +34,7 @@ class Step:
     addend: int  # which addend of a pending reduction it carries; -1 where nothing is added up
     have_name: str  # the source tensor
     have_box: Box  # the same box in the source tensor
-    again: bool
-    """Whether its sender has the same box for another rank too, so that this is no first copy."""
+    again: bool  # whether its sender has sent the same box to another rank: this is no first copy
 
 
 @dataclass(frozen=True, eq=False)

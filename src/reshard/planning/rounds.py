@@ -55,8 +55,7 @@ class Load:
     rows: int  # the most transfers that any rank takes part in
     hops: int  # the rounds that passing on takes after the first
     longest: int  # the elements of the longest transfer
-    uses: Callable[[], Uses] | None
-    """Who has to do with which part, worked out on demand; None where that is not listed."""
+    uses: Callable[[], Uses] | None  # who has to do with which part; None where that is not listed
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,7 @@ class _ModelType:
     defaults: Config = field(default_factory=dict)
     """What transformers assumes where a config leaves it out, as far as it is needed here."""
     tied: bool = False  # whether the output layer is the embedding unless the config says otherwise
-    expert_size: str | None = None
-    """Where the config of a model with experts has the rows of their first matrices."""
+    expert_size: str | None = None  # where a config has the rows of an expert's first matrices
 
 
 _OWN, _MOE = "intermediate_size", "moe_intermediate_size"

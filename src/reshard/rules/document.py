@@ -37,8 +37,7 @@ _FOLDER = resources.files("reshard.rules") / "families"
 class Rule:
     pattern: Pattern
     layout: Template | None  # how matching tensors are cut; None leaves that to other rules
-    on: tuple[Place, ...] | None
-    """Where matching tensors live; None leaves that to other rules, empty means everywhere."""
+    on: tuple[Place, ...] | None  # where they live; None: by other rules, empty: everywhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +58,12 @@ class Document:
     mesh: Mesh | None = None  # the mesh to use where the caller names none
     fsdp: tuple[str, ...] = ()  # the axes that cut dim 0 of everything further
     replicate: tuple[str, ...] = ()  # the axes along which tensors are replicated on purpose
-    requested: tuple[str, ...] = ()
-    """The axes that the caller, not the file, named as one of these two: a mesh must have them."""
-    model: Mapping[str, int | None] = field(default_factory=dict)
-    """Numbers of the model; None where one has to be given."""
-    counts: Mapping[str, str] = field(default_factory=dict)
-    """Numbers that can be counted: one more than the largest index of that name."""
+    requested: tuple[str, ...] = ()  # those that the caller named; a mesh must have them
+    model: Mapping[str, int | None] = field(default_factory=dict)  # None: has to be given
+    counts: Mapping[str, str] = field(default_factory=dict)  # one more than the largest index
     factors: tuple[Factor, ...] = ()
     rules: tuple[Rule, ...] = ()  # the most specific first
-    names: Mapping[str, Any] = field(default_factory=dict)
-    """Tensors that have other names elsewhere, or are joined there; as written."""
+    names: Mapping[str, Any] = field(default_factory=dict)  # renamed or joined; as written
 
     def extended(self, own: Document) -> Document:
         """This document with what another one adds or says differently."""

@@ -85,8 +85,7 @@ class Pattern:
     text: str
     captures: tuple[str, ...]  # the names of the captured integers, in order
     regex: re.Pattern[str] = field(compare=False, repr=False)
-    rank: tuple[int, int, int] = field(compare=False, repr=False)
-    """How specific the pattern is; larger wins."""
+    rank: tuple[int, int, int] = field(compare=False, repr=False)  # how specific it is
 
     @classmethod
     def parse(cls, text: str) -> Pattern:

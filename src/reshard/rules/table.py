@@ -111,8 +111,8 @@ class Table:
             spots = list[Spot]()
             order = [match.start() for match in INDEX.finditer(f".{name}")]
             placing = [one for one in self._document.rules if one.on is not None and not words.on]
-            placed_by, starts = self._best(name, placing)
-            for place in placed_by.on or () if placed_by else ():
+            placing_rule, starts = self._best(name, placing)
+            for place in (placing_rule.on if placing_rule else None) or ():
                 used = sorted(place.names & set(starts))
                 if place.axis in self._mesh.axes:
                     spots.append(Spot(place, {at: order.index(starts[at]) for at in used}))

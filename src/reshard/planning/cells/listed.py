@@ -79,15 +79,12 @@ class ListedGeometry:
 
     cells: Cells
     senders: LineSet  # the ranks that share the sending of each line
-    receivers: LineSet
-    """The ranks that share each line; those that add up addends, where there are any."""
+    receivers: LineSet  # the ranks that share each line; with addends, those that add up
     wanting: LineSet  # the ranks that want each line; some may hold parts of it
-    copies: tuple[Cells, Ints]
-    """Cells that some rank both holds and wants, once per such rank, and these ranks."""
+    copies: tuple[Cells, Ints]  # cells that a rank both holds and wants, and the rank of each
     wanted: int  # elements of one tensor that ranks want, once per such rank
     kinds: Kinds | None = None  # who holds what it wants; None where addends are added up
-    addends: tuple[int, ...] = ()
-    """Which addends of the source these are; none where nothing is added up."""
+    addends: tuple[int, ...] = ()  # of the source; none where nothing is added up
     holders: tuple[Ints, Ints] | None = None
     """With addends: the source box of each cell; and for each such box and each addend the ranks
     that hold it, filled up with -1."""

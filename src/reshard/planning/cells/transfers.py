@@ -96,12 +96,9 @@ class Transfers:
     send_line: Ints  # the line of ranks that hold each row
     line: Ints  # the line of ranks that want each row
     part: Ints  # a number that a row has in common with the rows that pass it on or add to it
-    hop: int
-    """0: from a source rank; 1 or more: passed on by a rank that received it one hop before."""
-    addend: int = -1
-    """Which addend of a pending reduction the rows carry; -1 where nothing is added up."""
-    again: bool = False
-    """Whether the sender has sent the same to another rank too, so that it is no first copy."""
+    hop: int  # 0: from a source rank; 1 or more: passed on by a rank that got it one hop before
+    addend: int = -1  # of a pending reduction, that the rows carry; -1 where nothing is added up
+    again: bool = False  # whether the sender has sent the same before: this is no first copy
 
     def __len__(self) -> int:
         return len(self.source)

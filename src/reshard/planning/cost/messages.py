@@ -294,8 +294,7 @@ class Sends:
     which: Ints  # the set of each class
     held: Ints  # ranks of the set of a class that it does not send to; one number for both, rising
     host: Ints  # the host of each rank
-    own: tuple[Ints, Ints]
-    """The ranks of the host of each sender: the number of the sender, and the rank."""
+    own: tuple[Ints, Ints]  # ranks of the host of each sender: number of the sender, and rank
 
     def reach(self, sender: Ints, rank: Ints) -> Mask:
         """Whether the classes of senders (by number) send to ranks."""
