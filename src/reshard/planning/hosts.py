@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,8 +42,20 @@ IN_BALANCE = 1.1  # how far above the mean a rank may be that passes on
 NEARLY = 1.02  # how far above what the busiest host must receive a host may be that sends
 
 
+class _Relays(NamedTuple):
+    """What is known of each part and of its relay."""
+
+    kind: Ints  # of the part
+    turn: Ints  # the place of its relay among the ranks that want its line
+    station: Ints  # where the relay is among the stations of its line
+    host_holds: Mask  # where some rank of the relay's host holds the part
+    holds: Mask  # where the relay itself holds it
+
+
 @dataclass(frozen=True, eq=False)
 class HostFlow(Flow):
+    """A flow between hosts."""
+
     home: Home = field(kw_only=True)
     hosts: HostLines = field(kw_only=True)
 
@@ -57,9 +70,9 @@ class HostFlow(Flow):
     def streams(self) -> Iterator[AnyRows]:
         """Rows to the stations of relays; to all others what enters them, or is sent by a rank
         there that holds it, and what is passed on inside."""
-        for some in blocks(self.wanting.counts[self._own], AT_ONCE):
+        for some in blocks(self.wanting.counts[self._relays.station], AT_ONCE):
             at = np.arange(some.start, some.stop)
-            yield from self._deliver(at, self._own[at], None)
+            yield from self._deliver(at, self._relays.station[at], None)
         for size in distinct(self.wanting.counts).tolist():
             yield from self._entering(size)
         held, lacking = self.holding.counts[self.hosts.held_at], self.hosts.lacking.counts
@@ -78,26 +91,23 @@ class HostFlow(Flow):
         yield from self._deliver(*self._pairs_of(rank), rank)
 
     @cached_property
-    def _relays(self) -> tuple[Ints, Ints, Mask, Mask]:
-        """Of each part: its kind, the place of its relay among the ranks that want its line, and
-        where some rank of the relay's host, and the relay itself, holds it."""
+    def _relays(self) -> _Relays:
         parts, lines = self.parts(), self.geometry.wanting
-        turn = lines.find(parts.line, parts.destination) - lines.first[parts.line]
-        at_home = self.holding.lines.find(parts.send_line, self.home(parts.destination)) >= 0
-        holds = self.geometry.senders.find(parts.send_line, parts.destination) >= 0
-        return self.hosts.kinds.of[parts.runs.cell], turn, at_home, holds
-
-    @cached_property
-    def _own(self) -> Ints:
-        parts = self.parts()
-        return self.wanting.lines.find(parts.line, self.home(parts.destination))
+        home = self.home(parts.destination)
+        return _Relays(
+            kind=self.hosts.kinds.of[parts.runs.cell],
+            turn=lines.find(parts.line, parts.destination) - lines.first[parts.line],
+            station=self.wanting.lines.find(parts.line, home),
+            host_holds=self.holding.lines.find(parts.send_line, home) >= 0,
+            holds=self.geometry.senders.find(parts.send_line, parts.destination) >= 0,
+        )
 
     @cached_property
     def _first_needy(self) -> Ints:
         """For each part the first station, from its relay's on, where no rank holds it."""
-        parts, station = self.parts(), self._own
+        parts, station = self.parts(), self._relays.station
         begin, end = self.wanting.lines.first[parts.line], self.wanting.lines.first[parts.line + 1]
-        kind, held = self._relays[0], self.hosts.after_held
+        kind, held = self._relays.kind, self.hosts.after_held
         # Once more for those that came to the end of their line and begin anew.
         for _ in range(2):
             at = self.hosts.common.find(kind, self.wanting.lines.members[station])
@@ -112,7 +122,7 @@ class HostFlow(Flow):
         relays with equal places send to the same entry ranks.
         """
         wanting, parts, place = self.wanting, self.parts(), np.arange(size)
-        _, turn, at_home, relay_holds = self._relays
+        relays, turn = self._relays, self._relays.turn
         stations = np.flatnonzero(wanting.counts == size)
         lines, number = numbered(wanting.lines.line_of[stations])
         member = wanting.members[wanting.first[stations][:, None] + place]
@@ -123,11 +133,11 @@ class HostFlow(Flow):
         mine = np.flatnonzero(contained(parts.line, lines))
         line = np.searchsorted(lines, parts.line[mine]) * size + turn[mine] % size
         kind, held = self._held_entries(mine, size)
-        own = wanting.counts[self._own[mine]] == size
-        entry = wanting.first[self._own[mine]] + turn[mine] % np.where(own, size, 1)
-        apart = np.where(own & ~at_home[mine], wanting.members[entry], -1)
+        own = wanting.counts[self._relays.station[mine]] == size
+        entry = wanting.first[self._relays.station[mine]] + turn[mine] % np.where(own, size, 1)
+        apart = np.where(own & ~relays.host_holds[mine], wanting.members[entry], -1)
         again = wanting.counts[self._first_needy[mine]] != size
-        way = np.where(relay_holds[mine], again, 2)
+        way = np.where(relays.holds[mine], again, 2)
         for hop, which in ((0, 0), (0, 1), (1, 2)):
             some = np.flatnonzero(way == which)
             rows = replace(parts.take(mine[some]), line=line[some], hop=hop, again=which == 1)
@@ -141,8 +151,8 @@ class HostFlow(Flow):
     def _held_entries(self, mine: Ints, size: int) -> tuple[Ints, LineSet]:
         """For each of some parts a kind, and for each kind the ranks at which it would enter
         stations of so many ranks, if nobody there held it."""
-        wanting, hosts, (kinds, turn, *_) = self.wanting, self.hosts, self._relays
-        keys, kind = numbered(kinds[mine] * size + turn[mine] % size)
+        wanting, hosts, relays = self.wanting, self.hosts, self._relays
+        keys, kind = numbered(relays.kind[mine] * size + relays.turn[mine] % size)
         row, at = repeated(hosts.common.first, keys // size)
         station = hosts.wanted_at[at]
         some = np.flatnonzero(wanting.counts[station] == size)
@@ -153,7 +163,7 @@ class HostFlow(Flow):
         """What so many ranks of a host that hold parts send to so many there that lack them, on
         all hosts but the relay's own: to an entry rank, which passes it on."""
         hosts, holding, lacking = self.hosts, self.holding, self.hosts.lacking
-        kind, place, *_ = self._relays
+        kind, place = self._relays.kind, self._relays.turn
         period, counts = math.lcm(holders, lackers), holding.counts[hosts.held_at]
         every = LineSet.plain(hosts.common.first, np.arange(len(hosts.held_at)))
         pairs = every.only((counts == holders) & (lacking.counts == lackers))
@@ -164,7 +174,7 @@ class HostFlow(Flow):
         entry = lacking.members[lacking.first[pair] + turn % lackers]
         entries, order = LineSet.sorted(row, entry, len(keys))
         pair, turn = pair[order], turn[order]
-        own = hosts.common.find(kind[mine], self.wanting.lines.members[self._own[mine]])
+        own = hosts.common.find(kind[mine], self.wanting.lines.members[self._relays.station[mine]])
         here = (own >= 0) & (counts[own] == holders) & (lacking.counts[own] == lackers)
         entry = lacking.first[own] + place[mine] % np.where(here, lackers, 1)
         apart = np.where(here, lacking.members[np.where(here, entry, 0)], -1)
@@ -185,10 +195,10 @@ class HostFlow(Flow):
         wanted = self.wanting.lines.find(parts.line, np.full(len(parts), here))
         rows = [np.flatnonzero(wanted >= 0)]
         stations = [wanted[rows[0]]]
-        plain = np.flatnonzero((parts.source == rank) & ~self._relays[2])
-        plain = plain[self.wanting.lines.members[self._own[plain]] != here]
+        plain = np.flatnonzero((parts.source == rank) & ~self._relays.host_holds)
+        plain = plain[self.wanting.lines.members[self._relays.station[plain]] != here]
         rows.append(plain)
-        stations.append(self._own[plain])
+        stations.append(self._relays.station[plain])
         chosen = np.flatnonzero(parts.destination == rank)
         row, station = repeated(self.wanting.lines.first, parts.line[chosen])
         away = np.flatnonzero(self.wanting.lines.members[station] != here)
@@ -229,8 +239,8 @@ class HostFlow(Flow):
     ) -> tuple[Ints, Ints, Ints, Ints]:
         """Who sends a part to a station, at which hop; and for every lacking member of it, whether
         it is the entry rank, and whether its copy is the first that leaves a source rank."""
-        parts, turn, ready = self.parts(), self._relays[1][at], self._relays[3][at]
-        relay, own = parts.destination[at], self._own[at] == station
+        parts, turn, ready = self.parts(), self._relays.turn[at], self._relays.holds[at]
+        relay, own = parts.destination[at], self._relays.station[at] == station
         count = np.bincount(pair, minlength=len(at))
         number = np.arange(len(pair)) - np.repeat(np.cumsum(count) - count, count)
         chosen = number == (turn % np.maximum(count, 1))[pair]
