@@ -17,11 +17,6 @@ from reshard.text import quoted
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = [
-    "ITEMSIZE", "accumulator", "canonical_dtype", "cast", "cast_into", "check_cast", "is_float",
-    "itemsize", "reduce_in_order", "storage_dtype", "wire_dtype",
-]  # fmt: skip
-
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 ITEMSIZE = {
@@ -54,7 +49,6 @@ def canonical_dtype(dtype: object) -> str:
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one element of a canonical dtype."""
     return ITEMSIZE[dtype]
 
 
@@ -122,8 +116,7 @@ def reduce_in_order(op: str, addends: Sequence[Array], dtype: str, want: str) ->
     return cast(total.astype(storage_dtype(wide), copy=False), wide, want)
 
 
-BLOCK = 1 << 16
-"""Elements that are cast at a time: what numpy makes on the way stays small."""
+BLOCK = 1 << 16  # elements that are cast at a time: what numpy makes on the way stays small
 
 # Bits of the exponent and of the mantissa, bias of the exponent.
 _FLOAT8 = {
@@ -273,7 +266,6 @@ def _float8_codes(want: str) -> Array:
 
 @lru_cache(maxsize=8)
 def _float8_values(dtype: str) -> Array:
-    """The number that each of the 256 codes stands for."""
     import numpy as np
 
     exponent_bits, mantissa_bits, bias = _FLOAT8[dtype]
@@ -283,13 +275,7 @@ def _float8_values(dtype: str) -> Array:
     fraction = np.where(exponent > 0, 1.0, 0.0) + mantissa / (1 << mantissa_bits)
     values = np.ldexp(fraction, np.maximum(exponent, 1) - bias)
     values = np.where(codes >= 128, -values, values)
-    return _with_specials(values, dtype).astype(np.float32)
-
-
-def _with_specials(values: Array, dtype: str) -> Array:
-    """Infinities and NaNs, which each of the dtypes has elsewhere."""
-    import numpy as np
-
+    # Infinities and NaNs, which each of the dtypes has elsewhere.
     if dtype.endswith("fnuz"):
         values[0x80] = np.nan
     elif dtype == "float8_e4m3fn":
@@ -297,4 +283,5 @@ def _with_specials(values: Array, dtype: str) -> Array:
     else:
         values[[0x7C, 0xFC]] = np.inf, -np.inf
         values[[0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]] = np.nan
-    return values
+    numbers: Array = values.astype(np.float32)
+    return numbers

@@ -28,8 +28,6 @@ from reshard.layout.spec import TensorSpec
 from reshard.planning.plans import Plan
 from reshard.planning.rank import RankPlan, Step
 
-__all__ = ["SimulationReport", "simulate"]
-
 Array = np.ndarray[Any, Any]
 Arrays = Mapping[int, Mapping[str, Array]]
 
@@ -117,12 +115,10 @@ class _Machine:
         }
 
     def pack(self, step: Step) -> Array:
-        """The elements of a step, in the dtype that travels."""
+        side, name, box = 1, step.name, step.box
         if step.hop == 0:
-            view = self._view(0, step.have_name, step.have_box)
-            return cast(view, self.specs[0][step.have_name].dtype, step.dtype).copy()
-        view = self._view(1, step.name, step.box)
-        return cast(view, self.specs[1][step.name].dtype, step.dtype).copy()
+            side, name, box = 0, step.have_name, step.have_box
+        return cast(self._view(side, name, box), self.specs[side][name].dtype, step.dtype).copy()
 
     def finish(self, number: int, messages: Mapping[int, list[Array]]) -> None:
         """Copy what stays here, unpack what arrived, and add up addends in order."""
@@ -136,15 +132,12 @@ class _Machine:
             else:
                 self._write(step, cast(part, step.dtype, self.specs[1][step.name].dtype))
         for parts in addends.values():
-            self._reduce(parts)
-
-    def _reduce(self, parts: list[tuple[Step, Array]]) -> None:
-        step = parts[0][0]
-        have, want = self.specs[0][step.have_name], self.specs[1][step.name]
-        op = have.layout.reduce[0] if have.layout.reduce else "sum"
-        ordered = [part for _, part in sorted(parts, key=lambda one: one[0].addend)]
-        self.staged += ordered[0].size * itemsize(accumulator(have.dtype))
-        self._write(step, reduce_in_order(op, ordered, have.dtype, want.dtype))
+            step = parts[0][0]
+            have, want = self.specs[0][step.have_name], self.specs[1][step.name]
+            op = have.layout.reduce[0] if have.layout.reduce else "sum"
+            ordered = [part for _, part in sorted(parts, key=lambda one: one[0].addend)]
+            self.staged += ordered[0].size * itemsize(accumulator(have.dtype))
+            self._write(step, reduce_in_order(op, ordered, have.dtype, want.dtype))
 
     def _write(self, step: Step, value: Array) -> None:
         view = self._view(1, step.name, step.box)

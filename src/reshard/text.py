@@ -12,11 +12,6 @@ from typing import Any
 
 from reshard.errors import SizeError
 
-__all__ = [
-    "Report", "align", "and_more", "count", "first_line", "format_bytes", "format_shape", "log",
-    "name_list", "parse_bytes", "printable", "quoted", "shorten",
-]  # fmt: skip
-
 MAX_QUOTED = 160
 
 log = logging.getLogger("reshard")
@@ -53,11 +48,10 @@ def format_bytes(amount: int | float) -> str:
     >>> format_bytes(268435456), format_bytes(1500), format_bytes(12)
     ('256.0 MiB', '1.5 KiB', '12 B')
     """
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(amount) < 1024 or unit == "TiB":
-            return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1024
-    raise AssertionError("unreachable")
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(amount) >= 1024 and len(units) > 1:
+        amount, units = amount / 1024, units[1:]
+    return f"{amount:.{0 if units[0] == 'B' else 1}f} {units[0]}"
 
 
 def format_shape(shape: Iterable[int]) -> str:

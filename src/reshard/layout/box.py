@@ -19,22 +19,8 @@ from operator import index, sub
 
 from reshard.errors import BoxError, LayoutError
 
-__all__ = [
-    "Box",
-    "Interval",
-    "Piece",
-    "flat_range",
-    "length_of",
-    "pieces_of_flat",
-    "pieces_of_local",
-    "row_major",
-]
-
-MAX_PIECES = 1 << 22
-"""Pieces of one tensor on one rank; beyond, listing them would not end."""
-
-Interval = tuple[int, int]
-"""Start and stop of a half-open range of indices."""
+MAX_PIECES = 1 << 22  # pieces of one tensor on one rank; beyond, listing them would not end
+Interval = tuple[int, int]  # start and stop of a half-open range of indices
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -106,12 +92,12 @@ class Box:
         hole = self & other
         if hole.size == 0:
             return (self,) if self.size else ()
-        rest, parts = self, []
+        rest, parts = self, list[Box]()
         for dim in range(len(self.start)):
             before, rest = rest.split(dim, hole.start[dim])
             rest, after = rest.split(dim, hole.stop[dim])
-            parts += [part for part in (before, after) if part.size]
-        return tuple(parts)
+            parts += before, after
+        return tuple(part for part in parts if part.size)
 
     def split(self, dim: int, at: int) -> tuple[Box, Box]:
         """The two boxes before and from index ``at`` of a dim.
@@ -166,28 +152,22 @@ def flat_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
         yield Box((), ())
         return
     inner = prod(shape[1:])
-    first, last = start // inner, (stop - 1) // inner
-    if first == last:
-        yield from _within(
-            first, flat_range(shape[1:], start - first * inner, stop - first * inner)
-        )
+    first, last = -(-start // inner), stop // inner
+    if first > last:
+        yield from _within(last, shape[1:], start - last * inner, stop - last * inner)
         return
-    if start > first * inner:
-        yield from _within(first, flat_range(shape[1:], start - first * inner, inner))
-        first += 1
-    whole = last + 1 if stop == (last + 1) * inner else last
-    if first < whole:
-        yield Box((first,) + (0,) * (len(shape) - 1), (whole, *shape[1:]))
-    if whole == last:
-        yield from _within(last, flat_range(shape[1:], 0, stop - last * inner))
+    yield from _within(first - 1, shape[1:], start - (first - 1) * inner, inner)
+    if first < last:
+        yield Box((first,) + (0,) * (len(shape) - 1), (last, *shape[1:]))
+    yield from _within(last, shape[1:], 0, stop - last * inner)
 
 
-def _within(row: int, boxes: Iterable[Box]) -> Iterator[Box]:
+def _within(row: int, shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    boxes = flat_range(shape, start, stop)
     return (Box((row, *box.start), (row + 1, *box.stop)) for box in boxes)
 
 
 def length_of(intervals: Iterable[Interval]) -> int:
-    """How many elements the intervals have together."""
     return sum(stop - start for start, stop in intervals)
 
 
@@ -204,13 +184,9 @@ def pieces_of_local(
     intervals: Sequence[Sequence[Interval]], local: Box, offset: int
 ) -> Iterator[Piece]:
     """The global boxes behind a box of the local tensor whose first element sits at ``offset``."""
-    shape = tuple(map(length_of, intervals))
-    strides = row_major(shape)
+    strides = row_major([*map(length_of, intervals)])
     start = offset - sum(i * s for i, s in zip(local.start, strides, strict=True))
-    per_dim = [
-        list(_slices(dim, low, high))
-        for dim, low, high in zip(intervals, local.start, local.stop, strict=True)
-    ]
+    per_dim = [*map(list, map(_slices, intervals, local.start, local.stop))]
     if prod(map(len, per_dim)) > MAX_PIECES:
         raise LayoutError(
             f"a rank holds {prod(map(len, per_dim))} pieces, at most {MAX_PIECES} work: "

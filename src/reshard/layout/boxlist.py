@@ -11,23 +11,20 @@ holders:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
 
-from reshard.layout.box import Box, Interval, length_of, row_major
-from reshard.layout.columns import contained, offsets, sized_cache, spread
+from reshard.layout.box import Box, Interval, Piece, length_of, row_major
+from reshard.layout.columns import Ints, contained, offsets, sized_cache, spread
 from reshard.layout.coverage import box_columns, overlapping_pairs
-from reshard.layout.grid import DimTable, Grid, Ints, grids_of
-from reshard.layout.layout import BoxLayout, Layout, Owners, Piece
+from reshard.layout.grid import DimTable, Grid, grids_of
+from reshard.layout.layout import BoxLayout, Layout, Owners
 from reshard.layout.words import is_mixed
 
-__all__ = ["Listed", "LocalPieces", "listed_of", "owners", "piece_columns"]
-
-MANY = 64
-"""Ranges of a flattened tensor from which on numpy is faster."""
+MANY = 64  # ranges of a flattened tensor from which on numpy is faster
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -36,22 +33,19 @@ class Listed:
 
     starts: Ints
     stops: Ints
-    first: Ints
-    """Where the holders of each box begin in ``holders``; one more entry ends the last."""
-    holders: Ints
-    """The ranks of the first box in rising order, then those of the second, and so on."""
+    first: Ints  # where the holders of each box begin in ``holders``; one more entry ends the last
+    holders: Ints  # the ranks of the first box in rising order, then those of the second, and so on
 
     def of(self, box: int) -> Ints:
-        """The ranks that hold a box."""
         return self.holders[self.first[box] : self.first[box + 1]]
 
 
-def _listed_bytes(listed: Listed, layout: Layout, _: object) -> int:
-    arrays = (listed.starts, listed.stops, listed.first, listed.holders)
-    return layout.num_bytes + sum(array.nbytes for array in arrays)
-
-
-@sized_cache(64 << 20, _listed_bytes)
+@sized_cache(
+    64 << 20,
+    lambda listed, layout, _: (
+        layout.num_bytes + 16 * listed.starts.size + 8 * (len(listed.first) + len(listed.holders))
+    ),
+)
 def listed_of(layout: Layout, shape: tuple[int, ...]) -> Listed:
     """All boxes of a layout; every addend of a pending reduction counts as a holder."""
     lost = layout.words.without
@@ -105,25 +99,25 @@ def _flat_boxes(shape: tuple[int, ...], low: Ints, high: Ints) -> tuple[Ints, In
         none = np.zeros((len(low), 0), dtype=np.int64)
         return np.arange(len(low)), np.zeros((len(low), 1), np.int64), none
     inner = prod(shape[1:])
-    first, last = low // inner, (high - 1) // inner
-    same, head = first == last, (first < last) & (low > first * inner)
-    whole = np.where(high == (last + 1) * inner, last + 1, last)
-    tail = (first < last) & (whole == last)
-    parts = [(np.flatnonzero(same), first, low - first * inner, high - first * inner)]
-    parts.append((np.flatnonzero(head), first, low - first * inner, inner + 0 * high))
-    parts.append((np.flatnonzero(tail), last, 0 * low, high - last * inner))
-    row = np.concatenate([rows for rows, *_ in parts])
+    first, last = -(-low // inner), high // inner
+    head, tail, inside = low - (first - 1) * inner, high - last * inner, first > last
+    ragged = [
+        (inside, last, low - last * inner, tail),
+        (~inside & (head < inner), first - 1, head, np.full_like(low, inner)),
+        (~inside & (tail > 0), last, np.zeros_like(low), tail),
+    ]
+    row = np.concatenate([np.flatnonzero(some) for some, *_ in ragged])
     index, begin, end = (
-        np.concatenate([part[column][part[0]] for part in parts]) for column in (1, 2, 3)
+        np.concatenate([part[column][part[0]] for part in ragged]) for column in (1, 2, 3)
     )
     of, starts, stops = _flat_boxes(shape[1:], begin, end)
-    middle = np.flatnonzero((first < last) & (first + head < whole))
+    middle = np.flatnonzero(first < last)
     starts = np.concatenate([index[of, None], starts], axis=1)
     stops = np.concatenate([index[of, None] + 1, stops], axis=1)
     more = np.zeros((len(middle), starts.shape[1]), dtype=np.int64)
-    more[:, 0] = (first + head)[middle]
-    ends = np.broadcast_to(np.array(shape, dtype=np.int64), (len(middle), len(shape))).copy()
-    ends[:, 0] = whole[middle]
+    more[:, 0] = first[middle]
+    ends = np.tile(np.array(shape, dtype=np.int64), (len(middle), 1))
+    ends[:, 0] = last[middle]
     return (
         np.concatenate([row[of], middle]),
         np.concatenate([starts, more]),
@@ -163,10 +157,10 @@ def _grouped(columns: Mapping[int, Columns], num_dims: int, alike: bool) -> List
     return Listed(starts[first], stops[first], np.append(first, len(starts)), ranks)
 
 
-def _list_grid(grid: Grid, lost: Iterable[int]) -> Listed:
+def _list_grid(grid: Grid, lost: Sequence[int]) -> Listed:
     starts, stops, regions = grid.boxes()
     ranks = grid.holders(regions)
-    kept = ~contained(ranks, np.array([*lost], dtype=np.int64))
+    kept = ~contained(ranks, np.array(lost, dtype=np.int64))
     return Listed(starts, stops, offsets(kept.sum(axis=1)), ranks[kept])
 
 
@@ -229,32 +223,28 @@ def owners(layout: Layout, box: Box, shape: tuple[int, ...]) -> tuple[Owners, ..
     """Who holds the data inside a box, by arithmetic where the layout is regular."""
     layout.dims(shape)
     box = Box.whole(shape) & box
-    grids = None if isinstance(layout, BoxLayout) else grids_of(layout, shape)
-    found: list[Owners] = []
-    if grids is not None:
-        found = [owner for grid in grids for owner in _owners_in_grid(grid, box)]
-    elif box.size:
+    grids = grids_of(layout, shape)
+    if grids is None:
         listed = listed_of(layout, shape)
-        here = box_columns([box], len(shape))
-        for i in overlapping_pairs(*here, listed.starts, listed.stops)[1]:
-            whole = Box(tuple(listed.starts[i]), tuple(listed.stops[i]))
-            found.append(Owners(whole & box, tuple(map(int, listed.of(int(i))))))
+    else:
+        listed = _merge([_list_grid(_near(grid, box), ()) for grid in grids])
+    found: list[Owners] = []
+    here = box_columns([box] if box.size else [], len(shape))
+    for i in overlapping_pairs(*here, listed.starts, listed.stops)[1].tolist():
+        whole = Box(tuple(listed.starts[i]), tuple(listed.stops[i]))
+        found.append(Owners(whole & box, tuple(map(int, listed.of(i)))))
     return tuple(sorted(found, key=lambda owner: owner.box))
 
 
-def _owners_in_grid(grid: Grid, box: Box) -> Iterable[Owners]:
-    if not box.size:
-        return
-    near = []
+def _near(grid: Grid, box: Box) -> Grid:
+    """A grid of the intervals that meet a box."""
+    dims = []
     for dim, low, high in zip(grid.dims, box.start, box.stop, strict=True):
-        first = int(np.searchsorted(dim.stops, low, side="right"))
-        kept = slice(first, int(np.searchsorted(dim.starts, high, side="left")))
-        intervals = dim.starts[kept], dim.stops[kept], dim.parts[kept]
-        near.append(DimTable(*intervals, dim.places, dim.axes))
-    starts, stops, regions = replace(grid, dims=tuple(near)).boxes()
-    ranks = grid.holders(regions).tolist()
-    for start, stop, held in zip(starts, stops, ranks, strict=True):
-        yield Owners(Box(tuple(start), tuple(stop)) & box, tuple(held))
+        first = np.searchsorted(dim.stops, low, side="right")
+        kept = slice(first, max(first, np.searchsorted(dim.starts, high, side="left")))
+        parts = dim.starts[kept], dim.stops[kept], dim.parts[kept]
+        dims.append(DimTable(*parts, dim.places, dim.axes))
+    return replace(grid, dims=tuple(dims))
 
 
 class LocalPieces:

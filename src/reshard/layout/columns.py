@@ -13,21 +13,6 @@ from typing import Generic, ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "Ints",
-    "SizedCache",
-    "blocks",
-    "contained",
-    "distinct",
-    "distinct_first",
-    "drop_oldest",
-    "mixed",
-    "numbered",
-    "offsets",
-    "sized_cache",
-    "spread",
-]
-
 K = TypeVar("K", bound=Hashable)
 P = ParamSpec("P")
 V = TypeVar("V")
@@ -42,8 +27,7 @@ def distinct(values: Ints) -> Ints:
     [3, 7]
     """
     rising = np.sort(values)
-    found: Ints = rising[_new(rising)]
-    return found
+    return rising[_new(rising)]
 
 
 def distinct_first(values: Ints) -> tuple[Ints, Ints]:
@@ -157,12 +141,10 @@ class SizedCache(Generic[K, V]):
         self._total = 0
 
     def clear(self) -> None:
-        """Drop everything."""
         self._values.clear()
         self._total = 0
 
     def get(self, key: K) -> V | None:
-        """The value that is kept under a key, or None."""
         found = self._values.get(key)
         return None if found is None else found[0]
 
@@ -208,7 +190,7 @@ def sized_cache(
             if found is not None:
                 return found
             result = compute(*args, **kwargs)
-            return kept.put(args, result, num_bytes(result, *args))
+            return result if result is None else kept.put(args, result, num_bytes(result, *args))
 
         return call
 

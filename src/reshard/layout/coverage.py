@@ -41,29 +41,16 @@ if TYPE_CHECKING:
 
 # numpy is loaded by the functions that need it, so that inspecting a checkpoint does without.
 
-__all__ = [
-    "box_columns",
-    "first_overlap",
-    "first_overlapping_rows",
-    "grid_edges",
-    "missing_boxes",
-    "one_missing_box",
-    "overlapping_pairs",
-    "repeated_boxes",
-]
-
 Edges = tuple[tuple[int, ...], tuple[int, ...]]
 
 MAX_STEPS = 24_000_000
 """About two seconds of sweeping. Overlapping boxes can encode any logical formula, for which no
 method is fast; the shards of a real job take a few hundred steps for each box."""
-MAX_CUT_ROUNDS = 32
-"""Rounds of straight cuts; boxes that are nested deeper are compared in pairs."""
+MAX_CUT_ROUNDS = 32  # rounds of straight cuts; boxes that are nested deeper are compared in pairs
 PAIRS_AT_ONCE = 1 << 18
 MAX_PAIRS = 1 << 20
 """Pairs compared before `missing_boxes` gives up proving that boxes are disjoint and sweeps."""
-MAX_REPEATED = 1000
-"""Regions that `repeated_boxes` lists: a hundred boxes that all overlap have millions."""
+MAX_REPEATED = 1000  # regions that are listed: a hundred boxes that all overlap have millions
 FEW_BOXES = 8
 STEPS_PER_SLAB = 32
 
@@ -288,21 +275,18 @@ def one_missing_box(region: Box, boxes: Iterable[Box]) -> Box:
     """A box that no box covers, of a region that disjoint boxes do not fill."""
     present = _clipped(region, boxes)
     while len(present) > 4 * FEW_BOXES:
-        for half in _halves(region, present):  # at least one half is not filled either
+        # Halves meet where a box begins, in the dim where most begin; one is not filled either.
+        begins = [
+            sorted({box.start[dim] for box in present} - {low})
+            for dim, low in enumerate(region.start)
+        ]
+        dim = max(range(len(begins)), key=lambda dim: len(begins[dim]))
+        for half in region.split(dim, begins[dim][len(begins[dim]) // 2]):
             inside = _clipped(half, present)
             if sum(box.size for box in inside) < half.size:
                 region, present = half, inside
                 break
     return max(missing_boxes(region, present), key=lambda box: box.size)
-
-
-def _halves(region: Box, boxes: Sequence[Box]) -> tuple[Box, Box]:
-    """The region split where a box begins, in the dim where most begin."""
-    begins = [
-        sorted({box.start[dim] for box in boxes} - {low}) for dim, low in enumerate(region.start)
-    ]
-    dim = max(range(len(begins)), key=lambda dim: len(begins[dim]))
-    return region.split(dim, begins[dim][len(begins[dim]) // 2])
 
 
 def grid_edges(boxes: Iterable[Box]) -> tuple[tuple[int, ...], ...] | None:
@@ -361,12 +345,10 @@ class _Sweep:
     num_boxes: int
     least: float
     most: float
-    limit: int | None = None
-    """The number of parts after which the search ends."""
+    limit: int | None = None  # the number of parts after which the search ends
     steps: int = 0
 
     def boxes(self, present: Iterable[Box]) -> Iterator[Box]:
-        """The parts, as disjoint boxes."""
         return (Box(*edges) for edges in islice(self._parts([*present], 0), self.limit))
 
     def _parts(self, boxes: Sequence[Box], dim: int) -> Iterator[Edges]:
@@ -382,7 +364,7 @@ class _Sweep:
         begin: int | None = None
         end, before, inner = 0, [], []  # type: int, list[Box], list[Edges]
         for start, stop, present in self._slabs(boxes, dim):
-            if begin is None or not _same(present, before):
+            if begin is None or present != before:
                 yield from _within(begin, end, inner)
                 begin, before = start, present
                 inner = [*islice(self._parts(present, dim + 1), self.limit)]
@@ -414,7 +396,3 @@ class _Sweep:
 def _within(begin: int | None, end: int, inner: Sequence[Edges]) -> Iterator[Edges]:
     for starts, stops in inner:
         yield (begin or 0, *starts), (end, *stops)
-
-
-def _same(some: Sequence[Box], others: Sequence[Box]) -> bool:
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))

@@ -14,21 +14,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 
 import numpy as np
 
 from reshard.errors import LayoutError
+from reshard.layout.box import row_major
 from reshard.layout.columns import Ints, distinct, sized_cache
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.mesh import Mesh
 from reshard.layout.words import Cut, Cuts, Packed, axes_of, check_sum, is_mixed, tiling
 
-__all__ = ["DimTable", "Grid", "Ints", "addend_of", "grids_of", "num_addends", "stacked"]
-
-MAX_BOXES = 1 << 26
-"""Boxes that are listed at once; beyond, memory would not suffice."""
+MAX_BOXES = 1 << 26  # boxes that are listed at once; beyond, memory would not suffice
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -38,10 +36,8 @@ class DimTable:
     starts: Ints
     stops: Ints
     parts: Ints
-    places: Ints
-    """What each part adds to the place of a region in the mesh."""
-    axes: tuple[str, ...]
-    """The axes that cut the dim."""
+    places: Ints  # what each part adds to the place of a region in the mesh
+    axes: tuple[str, ...]  # the axes that cut the dim
 
     @property
     def num_parts(self) -> int:
@@ -55,18 +51,15 @@ class Grid:
 
     mesh: Mesh
     dims: tuple[DimTable, ...]
-    replicas: Ints
-    """The offsets of the ranks that hold a region, or an addend of it, from its place."""
+    replicas: Ints  # offsets of the ranks that hold a region, or an addend of it, from its place
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """The number of parts of each dim."""
         return tuple(dim.num_parts for dim in self.dims)
 
     @cached_property
     def num_regions(self) -> int:
-        """How many regions there are, empty ones included."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return prod(self.shape)
 
     @cached_property
     def ranks(self) -> Ints:
@@ -74,7 +67,6 @@ class Grid:
         return _array(self.mesh.ranks)
 
     def parts_of(self, regions: Ints) -> tuple[Ints, ...]:
-        """The part of each dim that each region is made of."""
         return np.unravel_index(regions, self.shape) if self.dims else ()
 
     def holders(self, regions: Ints) -> Ints:
@@ -95,7 +87,6 @@ class Grid:
         return at
 
     def region_of(self, rank: int) -> int | None:
-        """The region a rank holds."""
         place = self.mesh.index(rank)
         region = -1 if place is None else int(self.region_at[place])
         return None if region < 0 else region
@@ -124,11 +115,8 @@ def stacked(arrays: Sequence[Ints], count: int) -> Ints:
 
 def _grids_bytes(grids: tuple[Grid, ...], layout: Layout, _: object) -> int:
     """About how much memory grids take, with the tables of ranks that they make later."""
-    if grids is None:
-        return 0
     arrays = [a for g in grids for d in g.dims for a in (d.starts, d.stops, d.parts, d.places)]
-    ranks = 32 * len(layout.ranks) * len(grids)
-    return layout.num_bytes + ranks + sum(array.nbytes for array in arrays)
+    return layout.num_bytes + 32 * len(layout.ranks) * len(grids) + sum(a.nbytes for a in arrays)
 
 
 @sized_cache(64 << 20, _grids_bytes)
@@ -148,7 +136,16 @@ def grids_of(layout: Layout, shape: tuple[int, ...]) -> tuple[Grid, ...] | None:
             per_dim.append([_table(layout, group) for group in groups])
         except LayoutError as error:
             raise LayoutError(f'layout "{layout}" on mesh {layout.mesh}: {error}') from None
-    return tuple(_grid(layout, dims) for dims in product(*per_dim))
+    grids, on = [], dict(layout.words.on)
+    for dims in product(*per_dim):
+        used = {axis for dim in dims for axis in dim.axes}
+        replicas = np.zeros(1, dtype=np.int64)
+        for axis, size in layout.mesh.axes.items():
+            if axis not in used:
+                steps = _array(on.get(axis, range(size))) * layout.mesh.stride(axis)
+                replicas = (replicas[:, None] + steps).ravel()
+        grids.append(Grid(layout.mesh, dims, replicas))
+    return tuple(grids)
 
 
 _Group = list[tuple[int, int, Cuts]]
@@ -215,7 +212,7 @@ def _refine(
     new blocks are two ways to divide the same length; their common refinement is the answer.
     """
     axes = axes_of((cut,))
-    num = int(np.prod([layout.mesh.axes[axis] for axis in axes], dtype=np.int64))
+    num = prod(layout.mesh.axes[axis] for axis in axes)
     widths = np.append(starts[1:], length)[: len(starts)] - starts
     lengths = np.bincount(parts, weights=widths, minlength=num_parts).astype(np.int64)
     blocks, owners = _blocks(layout, cut, lengths, num)
@@ -234,7 +231,16 @@ def _blocks(layout: Layout, cut: Cut, lengths: Ints, num: int) -> tuple[Ints, In
     base = np.cumsum(lengths) - lengths
     starts, owners = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for length in distinct(lengths[lengths > 0]):
-        block, owner = _tiling(layout, cut, int(length), num)
+        if isinstance(cut, Packed):
+            sizes = [segment.size for segment in cut.segments]
+            check_sum(cut, sizes, int(length))
+            parts = [_partition(layout, s.cuts, s.size, axes_of((cut,))) for s in cut.segments]
+            begins = zip(accumulate(sizes, initial=0), parts, strict=False)
+            block = np.concatenate([at + first for at, (first, _) in begins])
+            owner = np.concatenate([part for _, part in parts])
+        else:
+            tiles = tiling(cut, int(length), num)
+            block, owner = _array(tiles.starts), _array(tiles.owners)
         alike = np.flatnonzero(lengths == length)
         starts.append((base[alike][:, None] + block[None, :]).ravel())
         owners.append((alike[:, None] * num + owner[None, :]).ravel())
@@ -243,34 +249,10 @@ def _blocks(layout: Layout, cut: Cut, lengths: Ints, num: int) -> tuple[Ints, In
     return start[order], owned[order]
 
 
-def _tiling(layout: Layout, cut: Cut, length: int, num: int) -> tuple[Ints, Ints]:
-    if isinstance(cut, Packed):
-        sizes = [segment.size for segment in cut.segments]
-        check_sum(cut, sizes, length)
-        axes = axes_of((cut,))
-        at = np.cumsum([0, *sizes])
-        found = [_partition(layout, s.cuts, s.size, axes) for s in cut.segments]
-        starts = [start + first for first, (start, _) in zip(at, found, strict=False)]
-        return np.concatenate(starts), np.concatenate([part for _, part in found])
-    tiles = tiling(cut, length, num)
-    return _array(tiles.starts), _array(tiles.owners)
-
-
 def _array(values: Sequence[int]) -> Ints:
     if isinstance(values, range):
         return np.arange(values.start, values.stop, values.step, dtype=np.int64)
     return np.array(values, dtype=np.int64)
-
-
-def _grid(layout: Layout, dims: Sequence[DimTable]) -> Grid:
-    used = {axis for dim in dims for axis in dim.axes}
-    on = dict(layout.words.on)
-    replicas = np.zeros(1, dtype=np.int64)
-    for axis, size in layout.mesh.axes.items():
-        if axis not in used:
-            steps = _array(on.get(axis, range(size))) * layout.mesh.stride(axis)
-            replicas = (replicas[:, None] + steps).ravel()
-    return Grid(layout.mesh, tuple(dims), replicas)
 
 
 @sized_cache(16 << 20, lambda found, layout: 128 * len(found) + layout.num_bytes)
@@ -280,18 +262,17 @@ def addend_of(layout: Layout) -> dict[int, int]:
     Addends count row-major over the reduced axes as the layout lists them: in the order of the
     mesh, on an ordinary mesh, they count in rank order.
     """
-    axes = layout.reduce[1] if layout.reduce else ()
+    if layout.reduce is None:
+        return {}
+    sizes = [layout.mesh.axes[axis] for axis in layout.reduce[1]]
     found: dict[int, int] = {}
-    for rank in layout.ranks if axes else ():
+    for rank in layout.ranks:
         coords = layout.mesh.coords(rank)
-        number = 0
-        for axis in axes:
-            number = number * layout.mesh.axes[axis] + coords[axis]
-        found[rank] = number
+        at = zip(layout.reduce[1], row_major(sizes), strict=True)
+        found[rank] = sum(coords[axis] * stride for axis, stride in at)
     return found
 
 
 def num_addends(layout: Layout) -> int:
     """How many addends are pending; 1 where none is."""
-    axes = layout.reduce[1] if layout.reduce else ()
-    return int(np.prod([layout.mesh.axes[axis] for axis in axes], dtype=np.int64))
+    return prod(layout.mesh.axes[axis] for axis in layout.reduce[1]) if layout.reduce else 1

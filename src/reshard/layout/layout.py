@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -42,11 +43,8 @@ from reshard.layout.words import (
 )
 from reshard.text import count
 
-__all__ = ["BoxLayout", "Layout", "Owners", "Piece"]
-
 MAX_DIMS = 32
-MAX_ELEMENTS = 1 << 48
-"""More elements than any tensor has; beyond, bytes could not be counted exactly."""
+MAX_ELEMENTS = 1 << 48  # more than any tensor has; beyond, bytes could not be counted exactly
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +232,7 @@ class Layout:
             case {"mesh": str(mesh), "layout": str(text)}:
                 return Layout(Mesh.parse(mesh), text)
             case {"shape": list(shape), "boxes": dict(boxes)}:
-                return BoxLayout(tuple(_ints(shape)), dict(map(_read_boxes, boxes.items())))
+                return BoxLayout(_ints(shape), dict(map(_read_boxes, boxes.items())))
         raise FormatError(
             'a layout is {"mesh": ..., "layout": ...} or {"shape": ..., "boxes": ...}'
         )
@@ -301,16 +299,13 @@ class BoxLayout(Layout):
 
     @property
     def num_bytes(self) -> int:
-        """About how much memory the layout itself takes, for caches."""
         return 1024 + 256 * sum(map(len, self.boxes.values()))
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Every rank of the layout's mesh."""
         return tuple(self.boxes)
 
     def without(self, ranks: Iterable[int]) -> BoxLayout:
-        """The same layout after these ranks are lost."""
         lost = set(ranks)
         return BoxLayout(self.shape, {r: b for r, b in self.boxes.items() if r not in lost})
 
@@ -336,14 +331,12 @@ class BoxLayout(Layout):
     def pieces(self, rank: int, shape: Sequence[int]) -> tuple[Piece, ...]:
         """The boxes of a rank in the order given, each with its place in the local tensor."""
         self.dims(shape)
-        pieces, offset = [], 0
-        for box in self.boxes.get(rank, ()):
-            pieces.append(Piece(box, offset, row_major(box.shape)))
-            offset += box.size
-        return tuple(piece for piece in pieces if piece.box.size)
+        boxes = [box for box in self.boxes.get(rank, ()) if box.size]
+        offsets = accumulate((box.size for box in boxes), initial=0)
+        pairs = zip(boxes, offsets, strict=False)
+        return tuple(Piece(box, offset, row_major(box.shape)) for box, offset in pairs)
 
     def to_dict(self) -> dict[str, Any]:
-        """The layout as plain data."""
         boxes = {
             str(rank): [[list(box.start), list(box.stop)] for box in held_boxes]
             for rank, held_boxes in self.boxes.items()
@@ -424,10 +417,10 @@ def _check_ragged(layout: Layout, cuts: Cuts) -> None:
             )
 
 
-def _ints(values: list[object]) -> list[int]:
+def _ints(values: list[object]) -> tuple[int, ...]:
     if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
         raise FormatError(f"expected a list of whole numbers and found {values}")
-    return values  # type: ignore[return-value]
+    return tuple(values)  # type: ignore[arg-type]
 
 
 def _read_boxes(item: tuple[object, object]) -> tuple[int, tuple[Box, ...]]:
@@ -440,5 +433,5 @@ def _read_boxes(item: tuple[object, object]) -> tuple[int, tuple[Box, ...]]:
 def _read_box(data: object) -> Box:
     match data:
         case [list(start), list(stop)]:
-            return Box(tuple(_ints(start)), tuple(_ints(stop)))
+            return Box(_ints(start), _ints(stop))
     raise FormatError(f"a box is [start, stop], and found {data}")

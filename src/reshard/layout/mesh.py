@@ -22,19 +22,15 @@ from typing import Never
 from reshard.errors import MeshError, NotationError
 from reshard.text import quoted
 
-__all__ = ["RESERVED", "Mesh", "format_ranks", "parse_ranks"]
-
 RESERVED = frozenset({"on", "sum", "avg", "max", "min", "prod", "flat", "without", "ranks"})
 """Words of the notation that cannot name an axis."""
 
 MAX_TEXT = 1 << 20
 MAX_AXES = 32
 MAX_RANK = 1 << 40
-MAX_RANKS = 1 << 20
-"""More ranks than any cluster has; a text may not make us allocate more."""
-
+MAX_RANKS = 1 << 20  # more ranks than any cluster has; a text may not make us allocate more
 _AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z", re.ASCII)
-_AXIS_SIZE = re.compile(r"([^\s=]+)=(\S*)\Z")
+_AXIS_SIZE = re.compile(r"([^\s=]+)=([0-9]+)\Z")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?\Z", re.ASCII)
 
 
@@ -88,7 +84,7 @@ class Mesh:
         axes: dict[str, int] = {}
         for word in axes_text.split():
             match = _AXIS_SIZE.match(word)
-            if not match or not match[2].isascii() or not match[2].isdigit():
+            if not match:
                 raise NotationError(
                     f"{quoted(word)} in mesh {quoted(text)} is not an axis: "
                     "expected name=size, such as tp=4"
@@ -127,8 +123,8 @@ class Mesh:
 
     def stride(self, axis: str) -> int:
         """The distance in ``ranks`` between consecutive ranks of an axis."""
-        names = [name for name, _ in self._sizes]
-        return prod(size for _, size in self._sizes[names.index(axis) + 1 :])
+        names = [*self.axes]
+        return prod(self.axes[name] for name in names[names.index(axis) + 1 :])
 
     def index(self, rank: int) -> int | None:
         """The place of a rank in ``ranks``, or None if the mesh does not have it."""
@@ -161,7 +157,7 @@ class Mesh:
         return f"{self._axes_text()} @ {self.ranks_text}".strip()
 
     def __repr__(self) -> str:
-        words = [f"{axis}={size}" for axis, size in self._sizes]
+        words = self._axes_text().split()
         if self.ranks != range(len(self.ranks)):
             evenly = isinstance(self.ranks, range)
             words.append(f"ranks={self.ranks if evenly else [*self.ranks]}")
@@ -221,12 +217,9 @@ def _as_ranks(ranks: Sequence[int]) -> Sequence[int]:
         raise MeshError(
             f"ranks {min(ranks)} to {max(ranks)} in a mesh: ranks count from 0 to {MAX_RANK - 1}"
         )
-    if len(ranks) < 2:
-        return range(ranks[0], ranks[0] + 1) if ranks else ranks
-    step = ranks[1] - ranks[0]
-    even = range(ranks[0], ranks[-1] + (1 if step > 0 else -1), step)
-    is_even = step > 0 and ranks[-1] > ranks[0] and tuple(even) == tuple(ranks)
-    return even if is_even else tuple(ranks)
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    even = range(ranks[0], ranks[-1] + 1, step) if ranks and step > 0 else ()
+    return even if tuple(even) == tuple(ranks) and ranks else tuple(ranks)
 
 
 def parse_ranks(text: str, where: str) -> Sequence[int]:

@@ -49,16 +49,12 @@ from reshard.layout.words import (
 )
 from reshard.text import quoted
 
-__all__ = ["from_placements", "parse"]
-
 _TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z_][A-Za-z0-9_]*|\d+|\S)", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_]", re.ASCII)
 _ORDER = ("on", "reduce", "flat", "without")
 MAX_TEXT = 1 << 20
 MAX_DEPTH = 16
-MAX_ANSWERED = 200
-"""Characters of a text in another notation that is answered in ours."""
-
+MAX_ANSWERED = 200  # characters of a text in another notation that is answered in ours
 _T = TypeVar("_T")
 
 
@@ -184,26 +180,29 @@ class _Parser:
                 f'suffix "{word}" is out of order or repeated', "write on, sum, flat, without"
             )
         self.at += 1
-        read = {"on": self._on, "flat": self._cuts, "without": self._without}
-        found[key] = read[key]() if key in read else self._reduce(word)
+        match key:
+            case "on":
+                found[key] = self._items(self._place, "axis=coordinates, such as pp=2")
+            case "reduce":
+                found[key] = word, self._items(self._axis, "the axes that hold addends")
+            case "flat":
+                found[key] = self._cuts()
+            case "without":
+                found[key] = self._without()
 
-    def _on(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        places: list[tuple[str, tuple[int, ...]]] = []
-        while self._peek() not in ("", "|"):
-            axis = self._axis()
-            self._expect("=", '"=" and coordinates')
-            places.append((axis, tuple(sorted(set(self._list(self._int))))))
-        if not places:
-            self._wrong("axis=coordinates, such as pp=2")
-        return tuple(places)
+    def _place(self) -> tuple[str, tuple[int, ...]]:
+        axis = self._axis()
+        self._expect("=", '"=" and coordinates')
+        return axis, tuple(sorted(set(self._list(self._int))))
 
-    def _reduce(self, op: str) -> tuple[str, tuple[str, ...]]:
-        axes = []
+    def _items(self, item: Callable[[], _T], expected: str) -> tuple[_T, ...]:
+        """One item or more, up to the end of a suffix."""
+        items: list[_T] = []
         while self._peek() not in ("", "|"):
-            axes.append(self._axis())
-        if not axes:
-            self._wrong("the axes that hold addends")
-        return op, tuple(axes)
+            items.append(item())
+        if not items:
+            self._wrong(expected)
+        return tuple(items)
 
     def _without(self) -> tuple[int, ...]:
         start = self.tokens[self.at][1] if self._peek() else len(self.text)

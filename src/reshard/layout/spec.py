@@ -24,8 +24,6 @@ from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.layout.words import check_shape
 
-__all__ = ["TensorSpec", "agrees", "fingerprint", "flat_bucket", "holds_alike", "is_part_of"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorSpec:
@@ -102,16 +100,15 @@ def is_part_of(layout: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
 def holds_alike(layout: Layout, other: Layout, rank: int, shape: tuple[int, ...]) -> bool:
     """Whether a rank has the same local tensor by both layouts."""
     pieces = layout.pieces(rank, shape)
-    if pieces != other.pieces(rank, shape) or _addend(layout, rank) != _addend(other, rank):
+    addend, other_addend = (
+        (one.reduce[0], addend_of(one)[rank], num_addends(one))
+        if one.reduce and one.holds(rank) is not None
+        else None
+        for one in (layout, other)
+    )
+    if pieces != other.pieces(rank, shape) or addend != other_addend:
         return False
     return not pieces or layout.local_shape(rank, shape) == other.local_shape(rank, shape)
-
-
-def _addend(layout: Layout, rank: int) -> tuple[str, int, int] | None:
-    """Which addend of a pending reduction a rank holds, of how many."""
-    if layout.reduce is None or layout.holds(rank) is None:
-        return None
-    return layout.reduce[0], addend_of(layout)[rank], num_addends(layout)
 
 
 def _hash_grid(hasher: hashlib.blake2b, grid: Grid, lost: Ints) -> None:
@@ -161,17 +158,16 @@ def _hash_pieces(hasher: hashlib.blake2b, layout: Layout, shape: tuple[int, ...]
     pieces = {rank: piece_columns(layout, rank, shape) for rank in sorted(layout.ranks)}
     pieces = {rank: columns for rank, columns in pieces.items() if len(columns[3])}
     alone = all(len(offsets) == 1 for *_, offsets in pieces.values())
-    if alone and (len(shape) < 2 or not layout.words.flat):
-        boxes = [np.stack(columns[:2], axis=2).reshape(-1) for columns in pieces.values()]
-        hasher.update(b"box")
-        for rank, box in zip(pieces, boxes, strict=True):
-            hasher.update(np.append(rank, box).astype(np.int64).tobytes())
-        return
-    hasher.update(b"pieces")
+    alone = alone and (len(shape) < 2 or not layout.words.flat)
+    hasher.update(b"box" if alone else b"pieces")
     for rank, columns in pieces.items():
-        hasher.update(np.array([rank, len(columns[3])], dtype=np.int64).tobytes())
-        for column in columns:
-            hasher.update(np.ascontiguousarray(column).tobytes())
+        if alone:
+            box = np.stack(columns[:2], axis=2).reshape(-1)
+            hasher.update(np.append(rank, box).astype(np.int64).tobytes())
+        else:
+            hasher.update(np.array([rank, len(columns[3])], dtype=np.int64).tobytes())
+            for column in columns:
+                hasher.update(np.ascontiguousarray(column).tobytes())
 
 
 def flat_bucket(

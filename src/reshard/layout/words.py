@@ -22,39 +22,18 @@ from reshard.errors import LayoutError
 from reshard.layout.box import Interval, length_of
 from reshard.layout.mesh import format_ranks
 
-__all__ = [
-    "OPS",
-    "Chunk",
-    "Cut",
-    "Cuts",
-    "Cyclic",
-    "Packed",
-    "Ragged",
-    "Segment",
-    "Tiling",
-    "Units",
-    "Words",
-    "ZigZag",
-    "axes_of",
-    "check_shape",
-    "check_sum",
-    "format_cuts",
-    "held",
-    "is_mixed",
-    "tiling",
-]
-
-MAX_BLOCKS = 1 << 22
-"""Blocks of a block-cyclic dim are listed one by one."""
-
-OPS = ("sum", "avg", "max", "min", "prod")
-"""How addends along the axes of a pending reduction become the value."""
+MAX_BLOCKS = 1 << 22  # blocks of a block-cyclic dim are listed one by one
+OPS = ("sum", "avg", "max", "min", "prod")  # how addends of a pending reduction become the value
 
 
 class _Word:
     """A cut by one axis; its repr is the call that makes it."""
 
     __slots__ = ()
+    axis: str
+
+    def __str__(self) -> str:
+        return self.axis
 
     def __repr__(self) -> str:
         values = (repr(getattr(self, field.name)) for field in fields(self))  # type: ignore[arg-type]
@@ -66,9 +45,6 @@ class Chunk(_Word):
     """``tp``: as ``torch.chunk`` cuts, sizes rounded up, trailing shards shorter or empty."""
 
     axis: str
-
-    def __str__(self) -> str:
-        return self.axis
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -139,26 +115,19 @@ class Packed:
 
 
 Cut: TypeAlias = Chunk | Units | Cyclic | Ragged | ZigZag | Packed
-Cuts: TypeAlias = tuple[Cut, ...]
-"""What happens to one dim, left to right; empty means the dim is whole."""
+Cuts: TypeAlias = tuple[Cut, ...]  # what happens to a dim, left to right; empty means it is whole
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
     """A parsed layout text."""
 
-    dims: tuple[Cuts, ...]
-    """The cuts of each dim that has a word of its own."""
-    rest: int | None = None
-    """Where ``...`` stands among the dims, if it does."""
-    on: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """The coordinates that hold the tensor, for axes where not all do."""
-    reduce: tuple[str, tuple[str, ...]] | None = None
-    """The operation and the axes of a pending reduction."""
-    flat: Cuts = ()
-    """How the flattened local tensor is cut."""
-    without: tuple[int, ...] = ()
-    """The ranks that are lost."""
+    dims: tuple[Cuts, ...]  # the cuts of each dim that has a word of its own
+    rest: int | None = None  # where ``...`` stands among the dims, if it does
+    on: tuple[tuple[str, tuple[int, ...]], ...] = ()  # coordinates that hold it, if not all
+    reduce: tuple[str, tuple[str, ...]] | None = None  # the operation and the axes that are pending
+    flat: Cuts = ()  # how the flattened local tensor is cut
+    without: tuple[int, ...] = ()  # the ranks that are lost
 
     def __str__(self) -> str:
         words = [format_cuts(cuts) or "-" for cuts in self.dims]
@@ -241,23 +210,18 @@ def held(
     """The intervals of a dim that one coordinate holds, in rising order."""
     mine = [(0, length)] if length else []
     for cut in cuts:
-        mine = _select(mine, _held_by(cut, length_of(mine), sizes, coords))
+        if isinstance(cut, Packed):
+            parts, kept = cut.segments, list[Interval]()
+            check_sum(cut, [part.size for part in parts], length_of(mine))
+            for at, part in zip(
+                accumulate((p.size for p in parts), initial=0), parts, strict=False
+            ):
+                inside = held(part.cuts, part.size, sizes, coords)
+                kept += [(at + low, at + high) for low, high in inside]
+        else:
+            kept = tiling(cut, length_of(mine), sizes[cut.axis]).of(coords[cut.axis])
+        mine = _select(mine, kept)
     return mine
-
-
-def _held_by(
-    cut: Cut, length: int, sizes: Mapping[str, int], coords: Mapping[str, int]
-) -> list[Interval]:
-    """The positions of a local dim that one coordinate keeps after one cut."""
-    if not isinstance(cut, Packed):
-        return tiling(cut, length, sizes[cut.axis]).of(coords[cut.axis])
-    check_sum(cut, [segment.size for segment in cut.segments], length)
-    starts = accumulate((segment.size for segment in cut.segments), initial=0)
-    return [
-        (start + low, start + high)
-        for start, segment in zip(starts, cut.segments, strict=False)
-        for low, high in held(segment.cuts, segment.size, sizes, coords)
-    ]
 
 
 def _select(intervals: list[Interval], positions: list[Interval]) -> list[Interval]:
@@ -324,10 +288,8 @@ def tiling(cut: Cut, length: int, num: int) -> Tiling:
             return _even(length, block, [*range(num)] * _ceil(length, block * num))
         case Ragged(sizes=sizes):
             check_sum(cut, sizes, length)
-            starts, kept = (
-                [*accumulate(sizes, initial=0)],
-                [n for n, size in enumerate(sizes) if size],
-            )
+            starts = [*accumulate(sizes, initial=0)]
+            kept = [n for n, size in enumerate(sizes) if size]
             return Tiling(length, [starts[n] for n in kept], kept)
         case Packed():
             raise TypeError("a packed word has segments, each with a tiling of its own")
@@ -358,9 +320,8 @@ def is_mixed(cuts: Cuts) -> bool:
     >>> is_mixed((Packed((Segment(8, (kv, rep)), Segment(4, (kv,)))),))
     True
     """
-    for cut in cuts:
-        if isinstance(cut, Packed):
-            axes = {frozenset(axes_of(segment.cuts)) for segment in cut.segments}
-            if len(axes) > 1 or any(is_mixed(segment.cuts) for segment in cut.segments):
-                return True
-    return False
+    packed = [[part.cuts for part in cut.segments] for cut in cuts if isinstance(cut, Packed)]
+    return any(
+        len({frozenset(axes_of(part)) for part in parts}) > 1 or any(map(is_mixed, parts))
+        for parts in packed
+    )

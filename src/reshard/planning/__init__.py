@@ -1,8 +1,7 @@
 """Plans: which rank sends which box to which other rank, in which round, at what cost.
 
 names      `take`, `join` and `stack`: renamed, joined, stacked and cropped tensors
-feeds      which part of which source tensor fills which part of a destination tensor
-classes    tensors of equal shapes, dtypes and layouts are planned once
+classes    which source tensors feed which destination tensors; equal ones are planned once
 sharing    which of several ranks does how much
 cells/     the common boxes of source and destination regions
 flows      cells become transfers from rank to rank

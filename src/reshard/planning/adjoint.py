@@ -23,8 +23,6 @@ from reshard.layout.spec import TensorSpec
 from reshard.layout.words import axes_of, is_mixed
 from reshard.planning.plans import ONE, Plan, plan
 
-__all__ = ["Spread", "SumMove", "summed", "unreduced"]
-
 Boxes = dict[int, tuple[Box, ...]]
 
 
@@ -64,14 +62,10 @@ def summed(layout: Layout, shape: tuple[int, ...]) -> Layout | None:
 class Spread:
     """Replicas that no axis explains: the first holder of each box adds up what others hold."""
 
-    gather: Plan | None
-    """From the second, third, ... holder of each box to the first; one name per number."""
-    spread: Plan
-    """From first holders to everyone who wants the sums."""
-    holding: tuple[Boxes, ...]
-    """For the first, second, ... holder: the boxes that each rank brings."""
-    wanting: Boxes
-    """The boxes of sums that each rank gets; what is in none of them is zero."""
+    gather: Plan | None  # from later holders of each box to the first; one name per number
+    spread: Plan  # from first holders to everyone who wants the sums
+    holding: tuple[Boxes, ...]  # for the first, second, ... holder: the boxes that each rank brings
+    wanting: Boxes  # the boxes of sums that each rank gets; what is in none of them is zero
 
     @staticmethod
     def name(number: int) -> str:
@@ -89,13 +83,10 @@ class SumMove:
     have: Layout
     want: Layout
     shape: tuple[int, ...]
-    dtype: str
-    """The dtype of what is added up."""
+    dtype: str  # the dtype of what is added up
     memory: int
-    adds: bool = True
-    """Whether replicas are added up; otherwise all of them have the sum already."""
-    cast: str | None = None
-    """The dtype of the sums; that of the addends, if none is given."""
+    adds: bool = True  # whether replicas are added up; otherwise all of them have the sum already
+    cast: str | None = None  # the dtype of the sums; that of the addends, if none is given
 
     @property
     def back(self) -> SumMove:
@@ -134,7 +125,6 @@ def _direct(move: SumMove) -> Plan | None:
 
 
 def _with_elements(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """The same layout without ranks that hold no element."""
     empty = [rank for rank in layout.ranks if not prod(layout.local_shape(rank, shape))]
     return layout.without(empty) if empty else layout
 
@@ -191,7 +181,8 @@ def _inside(layout: Layout, shape: tuple[int, ...], covered: list[Box]) -> Boxes
     """What each rank of a layout holds of these boxes, none of which overlap."""
     found: Boxes = {}
     for rank in layout.ranks:
-        pieces = layout.pieces(rank, shape)
-        both = (piece.box & box for piece in pieces for box in covered)
-        found[rank] = tuple(box for box in both if box.size)
-    return {rank: boxes for rank, boxes in found.items() if boxes}
+        both = (piece.box & box for piece in layout.pieces(rank, shape) for box in covered)
+        boxes = tuple(box for box in both if box.size)
+        if boxes:
+            found[rank] = boxes
+    return found

@@ -2,24 +2,45 @@
 
 A model has hundreds of tensors and about ten ways to move one. All tensors with the same shapes,
 dtypes and layouts on both sides form a stack, and whatever is worked out holds for each of them.
+
+A feed says which part of which source tensor fills which part of a destination tensor. Both tensors
+are seen with the same dims: where one side lacks a dim, a dim of size 1 is inserted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from difflib import get_close_matches
+from functools import cached_property, partial
+from itertools import accumulate
+from math import prod
 
-from reshard.dtypes import itemsize, wire_dtype
-from reshard.errors import LayoutError, PlanError
+from reshard.dtypes import accumulator, itemsize, wire_dtype
+from reshard.errors import LayoutError, NamesError, PlanError
 from reshard.layout.box import Box
 from reshard.layout.grid import addend_of, num_addends
+from reshard.layout.layout import BoxLayout
 from reshard.layout.spec import TensorSpec, fingerprint
-from reshard.planning.feeds import check_keys, feeds_of, missing_names
-from reshard.planning.names import Feed, Names
-from reshard.text import and_more
+from reshard.planning.names import (
+    Feed,
+    Join,
+    Names,
+    Segments,
+    Source,
+    Stacked,
+    Take,
+    fill_in,
+    placeholders,
+    template_regex,
+)
+from reshard.text import and_more, quoted
 
-__all__ = ["Addends", "Fill", "Stack", "addends_of", "stacks_of"]
+RESIZE = "shapes must agree; try take(..., crop={dim: (start, stop)}) or take(..., pad={dim: size})"
+"""What to do where the tensors of a take differ in size."""
+
+MAX_STACKED = 1 << 20
+"""The most sources of a stack and groups of a join; a shape alone may not make us list more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +65,6 @@ class Stack:
 
     @cached_property
     def adds(self) -> bool:
-        """Whether receivers add up addends."""
         return num_addends(self.have.layout) != num_addends(self.want.layout)
 
     def dtype_at(self, hop: int) -> str:
@@ -59,8 +79,12 @@ class Stack:
         """Bytes of one element that a source rank sends."""
         return itemsize(self.wire_dtype)
 
+    @property
+    def accumulator_itemsize(self) -> int:
+        """Bytes of one element while addends are added up."""
+        return itemsize(accumulator(self.have.dtype))
+
     def itemsize_at(self, hop: int) -> int:
-        """Bytes of one element that travels at a hop."""
         return itemsize(self.dtype_at(hop))
 
     @property
@@ -82,55 +106,43 @@ def stacks_of(
     have: Mapping[str, TensorSpec], want: Mapping[str, TensorSpec], names: Names, strict: bool
 ) -> tuple[list[Stack], list[Fill]]:
     """Group the tensors of two state dicts into stacks, in the order of the wanted names."""
-    stacks = _Stacks()
+    found: dict[tuple[object, ...], Stack] = {}
+    seen: dict[tuple[object, ...], Stack] = {}
     fills: list[Fill] = []
     lacking: dict[str, list[str]] = {}
     used: set[str] = set()
+    as_it_is = [Feed("")]
     for name, spec in want.items():
-        plain = have.get(name) if not names else None
-        if plain is not None and plain.shape == spec.shape:
-            used.add(name)
-            stacks.add(plain, spec, None, name)
-            continue
-        found = feeds_of(name, spec, have, names)
-        if isinstance(found, list):
-            lacking[name] = found
-            continue
-        feeds, boxes = found
-        fills += [Fill(name, spec, box) for box in boxes]
+        plain = None if names else have.get(name)
+        feeds: list[Feed] = as_it_is
+        if plain is None or plain.shape != spec.shape:
+            fed = feeds_of(name, spec, have, names)
+            if isinstance(fed, list):
+                lacking[name] = fed
+                continue
+            feeds = fed[0]
+            fills += [Fill(name, spec, box) for box in fed[1]]
         for feed in feeds:
-            used.add(feed.name)
-            stacks.add(have[feed.name], spec, feed, name)
+            source = name if feeds is as_it_is else feed.name
+            used.add(source)
+            given, how = have[source], (feed.moves, feed.have_insert, feed.want_insert)
+            key = (given.shape, given.dtype, spec.shape, spec.dtype, how)
+            # Fingerprints are taken once for each pair of layouts.
+            pair = (key, id(given.layout), id(spec.layout))
+            stack = seen.get(pair)
+            if stack is None:
+                ends = _placement(given, source), _placement(spec, name)
+                stack = found.setdefault((key, *ends), Stack(given, spec, Feed(source, *how)))
+                seen[pair] = stack
+            stack.names.append((source, name))
     if strict and names:
-        check_keys(names, want)
+        _check_keys(names, want)
     unused = [name for name in have if name not in used]
     if strict and (lacking or unused):
-        raise missing_names(lacking, unused, len(have), len(want))
-    for stack in stacks.found.values():
+        raise _missing_names(lacking, unused, len(have), len(want))
+    for stack in found.values():
         _check_reduce(stack)
-    return [*stacks.found.values()], fills
-
-
-class _Stacks:
-    """Puts tensors into stacks; fingerprints are taken once for each pair of layouts."""
-
-    def __init__(self) -> None:
-        self.found: dict[tuple[object, ...], Stack] = {}
-        self._seen: dict[tuple[object, ...], Stack] = {}
-
-    def add(self, have: TensorSpec, want: TensorSpec, feed: Feed | None, name: str) -> None:
-        """Add a tensor; without a feed it is the source tensor of the same name."""
-        how = feed and (feed.moves, feed.have_insert, feed.want_insert)
-        specs = (have.shape, have.dtype, want.shape, want.dtype)
-        key = (*specs, id(have.layout), id(want.layout), how)
-        stack = self._seen.get(key)
-        if stack is None:
-            feed = feed or Feed(name)
-            ends = (_placement(have, feed.name), _placement(want, name))
-            how = (feed.moves, feed.have_insert, feed.want_insert)
-            found = self.found.setdefault((*specs, *ends, how), Stack(have, want, feed))
-            stack = self._seen[key] = found
-        stack.names.append((feed.name if feed else name, name))
+    return [*found.values()], fills
 
 
 def _placement(spec: TensorSpec, name: str) -> bytes:
@@ -142,7 +154,7 @@ def _placement(spec: TensorSpec, name: str) -> bytes:
 
 
 def _check_reduce(stack: Stack) -> None:
-    """A destination may keep a reduction pending only if the source has the same one."""
+    """Refuse a destination that keeps a reduction pending which the source does not have."""
     had, wanted = stack.have.layout.reduce, stack.want.layout.reduce
     if wanted and (had is None or had[0] != wanted[0]):
         raise PlanError(
@@ -152,21 +164,12 @@ def _check_reduce(stack: Stack) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Addends:
-    """Which addends of the source make up one addend of the destination."""
-
-    have: tuple[int, ...]
-    want: int | None
-    """None where the destination wants the value itself."""
-
-
-def addends_of(stack: Stack) -> list[Addends]:
-    """Which source addends each destination addend is made of."""
+def addends_of(stack: Stack) -> list[tuple[tuple[int, ...], int | None]]:
+    """Which source addends each destination addend is made of; the last is None for a value."""
     have, want = stack.have.layout, stack.want.layout
     num, kept = num_addends(have), num_addends(want)
     if want.reduce is None:
-        return [Addends(tuple(range(num)), None)]
+        return [(tuple(range(num)), None)]
     if num % kept:
         raise PlanError(
             f'{stack.label}: the destination "{want}" has {kept} addends and the source "{have}" '
@@ -181,7 +184,200 @@ def addends_of(stack: Stack) -> list[Addends]:
         kept_here = [here.get(addend, -1) for addend in range(num)]
         if all(kept_here.count(number) == num // kept for number in range(kept)):
             owner = kept_here
-    return [
-        Addends(tuple(a for a in range(num) if owner[a] == number), number)
-        for number in range(kept)
-    ]
+    return [(tuple(a for a in range(num) if owner[a] == of), of) for of in range(kept)]
+
+
+def feeds_of(
+    name: str, want: TensorSpec, have: Mapping[str, TensorSpec], names: Names
+) -> tuple[list[Feed], tuple[Box, ...]] | list[str]:
+    """The feeds of a destination tensor and the boxes left to zeros, or the names that lack."""
+    source, captured = _match(name, names)
+    source = Take(source) if isinstance(source, str) else source
+    match source:
+        case Join():
+            needed = [fill_in(part, captured) for part in source.names]
+            feeds = partial(_joined, name, want, source, needed)
+        case Stacked():
+            needed = [*_stacked_names(source, want, captured)]
+            feeds = partial(_stacked, name, want, source, needed)
+        case Take():
+            needed = [fill_in(source.name, captured)]
+            feeds = partial(_taken, name, want, source, needed)
+        case _:
+            raise PlanError(f'names["{name}"] is {source!r}: give a name, take, join or stack')
+    missing = [part for part in needed if part not in have]
+    if missing:
+        return missing
+    found = [*feeds([have[part] for part in needed])]
+    return found, _unfed(want, found[0]) if isinstance(source, Take) and source.pad else ()
+
+
+def _match(name: str, names: Names) -> tuple[Source, dict[str, str]]:
+    if name in names:
+        return names[name], {}
+    for pattern, source in names.items():
+        found = template_regex(pattern).fullmatch(name) if "{" in pattern else None
+        if found:
+            return source, found.groupdict()
+    return name, {}
+
+
+def _check_keys(names: Names, want: Mapping[str, TensorSpec]) -> None:
+    """Refuse an entry that names no wanted tensor: it is most likely a slip."""
+    for pattern in names:
+        if len({*placeholders(pattern)}) < len(placeholders(pattern)):
+            raise PlanError(
+                f"{quoted(pattern)} in names has the same {{name}} twice: use two names"
+            )
+        if pattern not in want and not any(map(template_regex(pattern).fullmatch, want)):
+            near = get_close_matches(pattern, want, n=1)
+            hint = f'did you mean "{near[0]}"' if near else "take it out or give strict=False"
+            raise NamesError(f"names has {quoted(pattern)}, which matches no wanted name: {hint}")
+
+
+def _stacked_names(source: Stacked, want: TensorSpec, captured: Mapping[str, str]) -> Iterator[str]:
+    names = [fill_in(part, captured) for part in source.names]
+    free = placeholders(names[0])[:1] if len(names) == 1 else ()
+    if not free:
+        yield from names
+        return
+    count = want.shape[source.dim] if 0 <= source.dim < len(want.shape) else 0
+    for number in range(min(count, MAX_STACKED)):
+        yield fill_in(names[0], {free[0]: str(number)})
+
+
+def _moves(shape: Sequence[int], dim: int, segments: Segments) -> tuple[Segments, ...]:
+    """The segments of one dim; all others move as they are."""
+    whole: list[Segments] = [((0, 0, size),) for size in shape]
+    return (*whole[:dim], segments, *whole[dim + 1 :])
+
+
+def _joined(
+    name: str, want: TensorSpec, source: Join, names: Sequence[str], specs: Sequence[TensorSpec]
+) -> Iterator[Feed]:
+    """Sources one after the other are one group of all their rows."""
+    dim = source.dim
+    for part, spec in zip(names, specs, strict=True):
+        others = spec.shape[:dim] + spec.shape[dim + 1 :]
+        if not 0 <= dim < len(want.shape):
+            raise PlanError(
+                f'"{name}" has shape {want.shape} and its sources are joined in dim {dim}: dims '
+                f"count from 0 to {len(want.shape) - 1}"
+            )
+        if len(want.shape) != len(spec.shape) or others != want.shape[:dim] + want.shape[dim + 1 :]:
+            raise PlanError(
+                f'"{part}" has shape {spec.shape} and "{name}" has {want.shape}: '
+                f"tensors joined in dim {dim} agree in every other dim"
+            )
+    lengths, total = tuple(spec.shape[dim] for spec in specs), want.shape[dim]
+    rows = lengths if source.rows is None else source.rows
+    group = sum(rows)
+    if source.rows is None and group != total:
+        raise PlanError(
+            f'"{name}" has {total} in dim {dim} and the {len(names)} sources joined there have '
+            f"{group} ({' + '.join(map(str, lengths))}): make them equal"
+        )
+    num = 1 if source.rows is None else total // group
+    if num > MAX_STACKED:
+        raise PlanError(f'"{name}" is dealt in {num} groups: at most {MAX_STACKED} work')
+    for part, length, count in zip(names, lengths, rows, strict=True):
+        if length != num * count or num * group != total:
+            raise PlanError(
+                f'"{name}" has {total} in dim {dim}, that is {total / group:g} groups of '
+                f'{group}, and "{part}" has {length}, that is '
+                f"{length / count:g} groups of {count}: make them equal"
+            )
+    for part, count, start in zip(names, rows, accumulate(rows, initial=0), strict=False):
+        runs = tuple((g * count, g * group + start, count) for g in range(num))
+        yield Feed(part, _moves(want.shape, dim, runs))
+
+
+def _stacked(
+    name: str, want: TensorSpec, source: Stacked, names: Sequence[str], specs: Sequence[TensorSpec]
+) -> Iterator[Feed]:
+    dim = source.dim
+    if not 0 <= dim < len(want.shape) or want.shape[dim] != len(names):
+        raise PlanError(
+            f'"{name}" has shape {want.shape} and {len(names)} sources are stacked in dim {dim}: '
+            "that dim must be as long as there are sources"
+        )
+    inner = want.shape[:dim] + want.shape[dim + 1 :]
+    for number, (part, spec) in enumerate(zip(names, specs, strict=True)):
+        if spec.shape != inner:
+            raise PlanError(
+                f'"{part}" has shape {spec.shape} and a slice of "{name}" has {inner}: '
+                "only equal shapes can be stacked"
+            )
+        yield Feed(part, _moves(want.shape, dim, ((0, number, 1),)), have_insert=(dim,))
+
+
+def _taken(
+    name: str, want: TensorSpec, source: Take, names: Sequence[str], specs: Sequence[TensorSpec]
+) -> Iterator[Feed]:
+    (part,), (spec,) = names, specs
+    ranges = {dim: (0, size) for dim, size in enumerate(spec.shape)}
+    for dim in dict(source.crop).keys() & dict(source.index).keys():
+        raise PlanError(f'"{name}" crops dim {dim} of "{part}" and takes one index of it: give one')
+    for dim, limits in [*source.crop, *((dim, (at, at + 1)) for dim, at in source.index)]:
+        if dim not in ranges or not 0 <= limits[0] <= limits[1] <= spec.shape[dim]:
+            raise PlanError(
+                f'"{name}" takes {limits[0]} to {limits[1]} of dim {dim} of "{part}", which has '
+                f"shape {spec.shape}: stay inside it"
+            )
+        ranges[dim] = limits
+    inserted = tuple(dim for dim, _ in source.index)
+    moves = tuple(((low, 0, high - low),) for low, high in ranges.values())
+    found = tuple(high - low for dim, (low, high) in ranges.items() if dim not in inserted)
+    padded = dict(source.pad)
+    if any(not 0 <= dim < len(found) for dim in padded):
+        raise PlanError(f'"{name}" pads dims {sorted(padded)} of a tensor of shape {found}')
+    fits = len(found) == len(want.shape) and all(
+        size == padded.get(dim, had) and size >= had
+        for dim, (had, size) in enumerate(zip(found, want.shape, strict=True))
+    )
+    if not fits:
+        is_resized = source.crop or source.index or source.pad
+        advice = RESIZE if is_resized else _advice(spec, want)
+        raise PlanError(f'"{part}" gives shape {found} and "{name}" wants {want.shape}: {advice}')
+    plain = spec.shape == want.shape and not inserted and not source.crop
+    yield Feed(part, () if plain else moves, want_insert=inserted)
+
+
+def _advice(have: TensorSpec, want: TensorSpec) -> str:
+    """What to do where shapes differ; a whole tensor that divides the other is likely a shard."""
+    small, large = sorted((have, want), key=lambda spec: prod(spec.shape))
+    if isinstance(small.layout, BoxLayout) or len(small.shape) != len(large.shape):
+        return RESIZE
+    dims = zip(small.shape, large.shape, small.layout.dims(small.shape), strict=True)
+    if not all(a == b or (a and b % a == 0 and not cuts) for a, b, cuts in dims):
+        return RESIZE
+    return (
+        "both must be shapes of the whole tensor, and a plain tensor counts as whole; describe a "
+        f'shard as rs.TensorSpec({large.shape}, "{small.dtype}", rs.Layout(mesh, words))'
+    )
+
+
+def _unfed(want: TensorSpec, feed: Feed) -> tuple[Box, ...]:
+    """The boxes of a padded destination that no source fills."""
+    if not feed.moves:
+        return ()
+    kept = [m for dim, m in enumerate(feed.moves) if dim not in feed.want_insert]
+    fed = Box((0,) * len(want.shape), tuple(segments[0][2] for segments in kept))
+    return Box.whole(want.shape) - fed
+
+
+def _missing_names(
+    lacking: Mapping[str, Sequence[str]], unused: Sequence[str], num_have: int, num_want: int
+) -> NamesError:
+    """One error that lists what lacks on both sides."""
+    lines = []
+    if lacking:
+        named = [
+            f'"{name}"' if list(parts) == [name] else f'"{name}" (needs {", ".join(parts[:3])})'
+            for name, parts in lacking.items()
+        ]
+        lines.append(f"{len(named)} of {num_want} wanted have no source: {and_more(named, 8)}")
+    if unused:
+        some = and_more([f'"{name}"' for name in unused], 8)
+        lines.append(f"{len(unused)} of {num_have} source names are not wanted: {some}")
+    return NamesError("; ".join(lines) + "; give names={...} or strict=False")

@@ -16,7 +16,6 @@ from functools import cached_property
 
 import numpy as np
 
-from reshard.dtypes import accumulator, itemsize
 from reshard.layout.columns import Ints, blocks
 from reshard.planning.cells.listed import ListedGeometry, listed_geometries
 from reshard.planning.cells.regular import RegularGeometry, regular_geometry
@@ -29,25 +28,17 @@ from reshard.planning.cells.transfers import (
     raise_uncovered,
 )
 from reshard.planning.classes import Stack
-from reshard.planning.sharing import Job, LineSet, Loads, Runs, Slots, repeated, share
-
-__all__ = ["AT_ONCE", "Flow", "flows_of", "grain_of", "lacking", "share_plainly"]
+from reshard.planning.sharing import Job, LineSet, Loads, Runs, Slots, repeated, share_slots
 
 Geometry = ListedGeometry | RegularGeometry
 Parts = Sequence[tuple[Stack, Geometry]]
-
-AT_ONCE = 1 << 20
-"""Rows of fans that are listed together."""
-
-SMALL = 64 * 1024
-"""Bytes below which cutting a transfer costs more than it balances."""
-
+AT_ONCE = 1 << 20  # rows of fans that are listed together
+SMALL = 64 * 1024  # bytes below which cutting a transfer costs more than it balances
 MAX_DIRECT = 256 * 1024
 """Bytes up to which a rank sends copies of the same to all that want it: a round less is worth
 more. Where that makes no rank busier than passing on would, it does so with any number of bytes."""
 
-MAX_DIRECT_ROWS = 4096
-"""Rows of a stack of which that is tried out."""
+MAX_DIRECT_ROWS = 4096  # rows of a stack of which that is tried out
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,24 +49,11 @@ class Flow:
     geometry: Geometry
     sending: Slots
     receiving: Slots
-    unit: int
-    """Cuts fall between whole parts of a cell of at most so many elements."""
-    direct: bool = False
-    """Whether senders serve all ranks that want a line, so that relays pass nothing on."""
-
-    @property
-    def accumulator_itemsize(self) -> int:
-        """Bytes of one element while addends are added up."""
-        return itemsize(accumulator(self.stack.have.dtype))
-
-    @property
-    def adds(self) -> bool:
-        """Whether addends are added up."""
-        return self.geometry.num_addends > 1
+    unit: int  # cuts fall between whole parts of a cell of at most so many elements
+    direct: bool = False  # whether senders serve all that want a line; relays pass nothing on
 
     @property
     def most(self) -> int:
-        """The most ranks that want a line."""
         return int(self.geometry.wanting.counts.max(initial=0))
 
     def for_rank(self, rank: int) -> Iterator[Transfers]:
@@ -119,7 +97,10 @@ class Flow:
             return
         parts, kinds = self.parts(), self.geometry.kinds
         if kinds is None:
-            yield from self.first_sums()
+            wanted = self.accumulated()
+            for addend in range(self.geometry.num_addends):
+                who = self.geometry.addend_senders(wanted.runs.cell, wanted.destination, addend)
+                yield replace(wanted, source=who, addend=addend)
             if self.most > 1 and not self.direct:
                 yield self._passed_on(parts)
             return
@@ -148,9 +129,9 @@ class Flow:
 
     def _copies(self, rank: int) -> Iterator[Transfers]:
         cells = self.geometry.copied_by(rank)
-        here = np.full(len(cells.size), rank, dtype=np.int64)
-        runs = Runs.whole(cells.size * len(self.stack.names))
         if len(cells.size):
+            here = np.full(len(cells.size), rank, dtype=np.int64)
+            runs = Runs.whole(cells.size * len(self.stack.names))
             yield Transfers(cells, runs, here, here, here * 0, here * 0, here * 0, 0)
 
     def _cut(self, cells: Cells) -> Transfers:
@@ -161,7 +142,7 @@ class Flow:
         times, unit = len(self.stack.names), cells.units(self.unit)
         runs = Runs.whole(cells.size * times)
         source = np.full(len(runs.cell), -1, dtype=np.int64)
-        if not self.adds:
+        if not self.stack.adds:
             runs, _, slot = runs.split(self.sending, cells.send_line, cells.send_at * times, unit)
             source = self.sending.ranks[slot]
         runs, old, slot = runs.split(
@@ -170,14 +151,6 @@ class Flow:
         ends = (cells.send_line[runs.cell], cells.receive_line[runs.cell])
         relay, part = self.receiving.ranks[slot], np.arange(len(slot))
         return Transfers(cells, runs, source[old], relay, *ends, part, 0)
-
-    def first_sums(self) -> Iterator[Transfers]:
-        """Rows from the holders of addends to the ranks that add them up, one list per addend."""
-        assert isinstance(self.geometry, ListedGeometry)
-        wanted = self.accumulated()
-        for addend in range(self.geometry.num_addends):
-            senders = self.geometry.addend_senders(wanted.runs.cell, wanted.destination, addend)
-            yield replace(wanted, source=senders, addend=addend)
 
     def accumulated(self) -> Transfers:
         """The parts in which ranks add up addends: relays, or all that want the value."""
@@ -194,20 +167,17 @@ def flows_of(stacks: Sequence[Stack], world: Ints, listed: bool) -> list[Flow]:
     parts: list[tuple[Stack, Geometry]] = []
     for stack in stacks:
         regular = None if listed else regular_geometry(stack)
-        if regular is None:
-            parts += [(stack, one) for one in listed_geometries(stack)]
-            continue
-        if not regular.covered:
+        if regular is not None and not regular.covered:
             raise_uncovered(stack)
-        parts.append((stack, regular))
+        parts += [(stack, one) for one in ([regular] if regular else listed_geometries(stack))]
     grain, ranks = grain_of(parts), Loads.none(world)
-    sending = share_plainly(parts, False, ranks, grain)
-    receiving = share_plainly(parts, True, ranks, grain)
-    flows = [
-        Flow(stack, geometry, send, receive, max(grain // stack.itemsize, 1))
-        for (stack, geometry), send, receive in zip(parts, sending, receiving, strict=True)
-    ]
-    return _with_direct(flows)
+    slots = [share_plainly(parts, passes, ranks, grain) for passes in (False, True)]
+    return _with_direct(
+        [
+            Flow(stack, geometry, send, receive, max(grain // stack.itemsize, 1))
+            for (stack, geometry), send, receive in zip(parts, *slots, strict=True)
+        ]
+    )
 
 
 def grain_of(parts: Parts) -> int:
@@ -226,8 +196,7 @@ def share_plainly(parts: Parts, passes: bool, ranks: Loads, grain: int) -> list[
         if passes and geometry.kinds is not None:
             some = lacking(geometry, geometry.kinds.held, geometry.wanting)
         jobs.append((lines, some, stack.itemsize, lines.counts - 1 if passes else 1))
-    shares = share(jobs, ranks, grain)
-    return [Slots.of(lines, each) for (lines, *_), each in zip(jobs, shares, strict=True)]
+    return share_slots(jobs, ranks, grain)
 
 
 def lacking(geometry: Geometry, held: LineSet, wanting: LineSet) -> Mask:
@@ -251,11 +220,17 @@ def _with_direct(flows: list[Flow]) -> list[Flow]:
 
     Addends are passed on as a sum, which is less, unless they are two: then it is the same.
     """
-    chosen = {at: replace(flow, direct=True) for at, flow in enumerate(flows) if _has_few(flow)}
+    chosen: dict[int, Flow] = {}
+    for at, flow in enumerate(flows):
+        geometry = flow.geometry
+        if geometry.listed and flow.most > 1:
+            rows = int(geometry.wanting.counts[flow.parts().line].sum())
+            if rows * geometry.num_addends <= MAX_DIRECT_ROWS:
+                chosen[at] = replace(flow, direct=True)
     sent = {at: _sent(flow) for at, flow in chosen.items()}
     small = sum(int(each.max(initial=0)) for each in sent.values()) <= MAX_DIRECT
     for at, direct in sent.items():
-        if not small or flows[at].geometry.num_addends > 1:
+        if not small or flows[at].stack.adds:
             passing = _sent(flows[at])
             more = direct.sum() > passing.sum()
             if more or direct.max(initial=0) > passing.max(initial=0):
@@ -264,17 +239,7 @@ def _with_direct(flows: list[Flow]) -> list[Flow]:
     return flows
 
 
-def _has_few(flow: Flow) -> bool:
-    """Whether anything is passed on, and in so few rows that all can be looked at."""
-    geometry = flow.geometry
-    if not geometry.listed or flow.most < 2:
-        return False
-    rows = int(geometry.wanting.counts[flow.parts().line].sum())
-    return rows * geometry.num_addends <= MAX_DIRECT_ROWS
-
-
 def _sent(flow: Flow) -> Ints:
-    """Bytes that each rank sends, first-hand and passed on."""
     ranks = np.append(flow.geometry.senders.members, flow.geometry.wanting.members)
     found = np.zeros(int(ranks.max(initial=0)) + 1, dtype=np.int64)
     for stream in flow.streams():

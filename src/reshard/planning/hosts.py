@@ -18,6 +18,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,16 +35,21 @@ from reshard.planning.cells.listed import (
 from reshard.planning.cells.transfers import AnyRows, Fan, HostFan, Mask, Transfers
 from reshard.planning.classes import Stack
 from reshard.planning.flows import AT_ONCE, Flow, grain_of, lacking, share_plainly
-from reshard.planning.sharing import Job, LineSet, Loads, Slots, repeated, share
-
-__all__ = ["HostFlow", "host_flows"]
+from reshard.planning.sharing import Job, LineSet, Loads, Slots, repeated, share, share_slots
 
 HostJob = tuple[Stack, ListedGeometry, HostLines]
+IN_BALANCE = 1.1  # how far above the mean a rank may be that passes on
+NEARLY = 1.02  # how far above what the busiest host must receive a host may be that sends
 
-IN_BALANCE = 1.1
-"""How far above the mean a rank may be that passes on."""
-NEARLY = 1.02
-"""How far above what the busiest host must receive a host may be that sends."""
+
+class _Relays(NamedTuple):
+    """What is known of each part and of its relay."""
+
+    kind: Ints  # of the part
+    turn: Ints  # the place of its relay among the ranks that want its line
+    station: Ints  # where the relay is among the stations of its line
+    host_holds: Mask  # where some rank of the relay's host holds the part
+    holds: Mask  # where the relay itself holds it
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,20 +61,18 @@ class HostFlow(Flow):
 
     @property
     def wanting(self) -> Stations:
-        """The ranks that want each line, host by host."""
         return self.hosts.wanting
 
     @property
     def holding(self) -> Stations:
-        """The ranks that hold each line of senders, host by host."""
         return self.hosts.holding
 
     def streams(self) -> Iterator[AnyRows]:
         """Rows to the stations of relays; to all others what enters them, or is sent by a rank
         there that holds it, and what is passed on inside."""
-        for some in blocks(self.wanting.counts[self._own], AT_ONCE):
+        for some in blocks(self.wanting.counts[self._relays.station], AT_ONCE):
             at = np.arange(some.start, some.stop)
-            yield from self._deliver(at, self._own[at], None)
+            yield from self._deliver(at, self._relays.station[at], None)
         for size in distinct(self.wanting.counts).tolist():
             yield from self._entering(size)
         held, lacking = self.holding.counts[self.hosts.held_at], self.hosts.lacking.counts
@@ -76,55 +81,33 @@ class HostFlow(Flow):
             yield from self._inside(sizes % span, sizes // span)
 
     def everything(self) -> Iterator[Transfers]:
-        """Every row of every rank, as many parts at a time as have few rows."""
         line = self.parts().line
         for some in blocks(self.geometry.wanting.counts[line], AT_ONCE):
             at, station = repeated(self.wanting.lines.first, line[some.start : some.stop])
             yield from self._deliver(at + some.start, station, None)
 
     def for_rank(self, rank: int) -> Iterator[Transfers]:
-        """Every row that a rank has to do with: sent, received, or copied by itself."""
         yield from self._copies(rank)
         yield from self._deliver(*self._pairs_of(rank), rank)
 
     @cached_property
-    def _kind(self) -> Ints:
-        """The kind of each part."""
-        kind: Ints = self.hosts.kinds.of[self.parts().runs.cell]
-        return kind
-
-    @cached_property
-    def turn(self) -> Ints:
-        """The place of each part's relay among the ranks that want its line."""
+    def _relays(self) -> _Relays:
         parts, lines = self.parts(), self.geometry.wanting
-        return lines.find(parts.line, parts.destination) - lines.first[parts.line]
-
-    @cached_property
-    def _own(self) -> Ints:
-        """The station of each part's relay."""
-        parts = self.parts()
-        return self.wanting.lines.find(parts.line, self.home(parts.destination))
-
-    @cached_property
-    def _held_at_home(self) -> Mask:
-        """Where some rank of the relay's host holds the part."""
-        parts = self.parts()
-        held: Mask = self.holding.lines.find(parts.send_line, self.home(parts.destination)) >= 0
-        return held
-
-    @cached_property
-    def _relay_holds(self) -> Mask:
-        """Where the relay itself holds the part."""
-        parts = self.parts()
-        holds: Mask = self.geometry.senders.find(parts.send_line, parts.destination) >= 0
-        return holds
+        home = self.home(parts.destination)
+        return _Relays(
+            kind=self.hosts.kinds.of[parts.runs.cell],
+            turn=lines.find(parts.line, parts.destination) - lines.first[parts.line],
+            station=self.wanting.lines.find(parts.line, home),
+            host_holds=self.holding.lines.find(parts.send_line, home) >= 0,
+            holds=self.geometry.senders.find(parts.send_line, parts.destination) >= 0,
+        )
 
     @cached_property
     def _first_needy(self) -> Ints:
         """For each part the first station, from its relay's on, where no rank holds it."""
-        parts, station = self.parts(), self._own
+        parts, station = self.parts(), self._relays.station
         begin, end = self.wanting.lines.first[parts.line], self.wanting.lines.first[parts.line + 1]
-        kind, held = self._kind, self.hosts.after_held
+        kind, held = self._relays.kind, self.hosts.after_held
         # Once more for those that came to the end of their line and begin anew.
         for _ in range(2):
             at = self.hosts.common.find(kind, self.wanting.lines.members[station])
@@ -139,6 +122,7 @@ class HostFlow(Flow):
         relays with equal places send to the same entry ranks.
         """
         wanting, parts, place = self.wanting, self.parts(), np.arange(size)
+        relays, turn = self._relays, self._relays.turn
         stations = np.flatnonzero(wanting.counts == size)
         lines, number = numbered(wanting.lines.line_of[stations])
         member = wanting.members[wanting.first[stations][:, None] + place]
@@ -147,13 +131,13 @@ class HostFlow(Flow):
             (number[:, None] * size + place).reshape(-1), member.reshape(-1), len(lines) * size
         )
         mine = np.flatnonzero(contained(parts.line, lines))
-        line = np.searchsorted(lines, parts.line[mine]) * size + self.turn[mine] % size
+        line = np.searchsorted(lines, parts.line[mine]) * size + turn[mine] % size
         kind, held = self._held_entries(mine, size)
-        own = wanting.counts[self._own[mine]] == size
-        entry = wanting.first[self._own[mine]] + self.turn[mine] % np.where(own, size, 1)
-        apart = np.where(own & ~self._held_at_home[mine], wanting.members[entry], -1)
+        own = wanting.counts[self._relays.station[mine]] == size
+        entry = wanting.first[self._relays.station[mine]] + turn[mine] % np.where(own, size, 1)
+        apart = np.where(own & ~relays.host_holds[mine], wanting.members[entry], -1)
         again = wanting.counts[self._first_needy[mine]] != size
-        way = np.where(self._relay_holds[mine], again, 2)
+        way = np.where(relays.holds[mine], again, 2)
         for hop, which in ((0, 0), (0, 1), (1, 2)):
             some = np.flatnonzero(way == which)
             rows = replace(parts.take(mine[some]), line=line[some], hop=hop, again=which == 1)
@@ -167,8 +151,8 @@ class HostFlow(Flow):
     def _held_entries(self, mine: Ints, size: int) -> tuple[Ints, LineSet]:
         """For each of some parts a kind, and for each kind the ranks at which it would enter
         stations of so many ranks, if nobody there held it."""
-        wanting, hosts = self.wanting, self.hosts
-        keys, kind = numbered(self._kind[mine] * size + self.turn[mine] % size)
+        wanting, hosts, relays = self.wanting, self.hosts, self._relays
+        keys, kind = numbered(relays.kind[mine] * size + relays.turn[mine] % size)
         row, at = repeated(hosts.common.first, keys // size)
         station = hosts.wanted_at[at]
         some = np.flatnonzero(wanting.counts[station] == size)
@@ -179,19 +163,20 @@ class HostFlow(Flow):
         """What so many ranks of a host that hold parts send to so many there that lack them, on
         all hosts but the relay's own: to an entry rank, which passes it on."""
         hosts, holding, lacking = self.hosts, self.holding, self.hosts.lacking
+        kind, place = self._relays.kind, self._relays.turn
         period, counts = math.lcm(holders, lackers), holding.counts[hosts.held_at]
         every = LineSet.plain(hosts.common.first, np.arange(len(hosts.held_at)))
         pairs = every.only((counts == holders) & (lacking.counts == lackers))
-        mine = np.flatnonzero(pairs.counts[self._kind])
-        keys, line = numbered(self._kind[mine] * period + self.turn[mine] % period)
+        mine = np.flatnonzero(pairs.counts[kind])
+        keys, line = numbered(kind[mine] * period + place[mine] % period)
         row, at = repeated(pairs.first, keys // period)
         pair, turn = pairs.members[at], keys[row] % period
         entry = lacking.members[lacking.first[pair] + turn % lackers]
         entries, order = LineSet.sorted(row, entry, len(keys))
         pair, turn = pair[order], turn[order]
-        own = hosts.common.find(self._kind[mine], self.wanting.lines.members[self._own[mine]])
+        own = hosts.common.find(kind[mine], self.wanting.lines.members[self._relays.station[mine]])
         here = (own >= 0) & (counts[own] == holders) & (lacking.counts[own] == lackers)
-        entry = lacking.first[own] + self.turn[mine] % np.where(here, lackers, 1)
+        entry = lacking.first[own] + place[mine] % np.where(here, lackers, 1)
         apart = np.where(here, lacking.members[np.where(here, entry, 0)], -1)
         rows = replace(self.parts().take(mine), line=line)
         nobody = LineSet.plain(0 * entries.first, entries.members[:0])
@@ -210,10 +195,10 @@ class HostFlow(Flow):
         wanted = self.wanting.lines.find(parts.line, np.full(len(parts), here))
         rows = [np.flatnonzero(wanted >= 0)]
         stations = [wanted[rows[0]]]
-        plain = np.flatnonzero((parts.source == rank) & ~self._held_at_home)
-        plain = plain[self.wanting.lines.members[self._own[plain]] != here]
+        plain = np.flatnonzero((parts.source == rank) & ~self._relays.host_holds)
+        plain = plain[self.wanting.lines.members[self._relays.station[plain]] != here]
         rows.append(plain)
-        stations.append(self._own[plain])
+        stations.append(self._relays.station[plain])
         chosen = np.flatnonzero(parts.destination == rank)
         row, station = repeated(self.wanting.lines.first, parts.line[chosen])
         away = np.flatnonzero(self.wanting.lines.members[station] != here)
@@ -242,58 +227,50 @@ class HostFlow(Flow):
         source = np.where(fed, feeder[pair], entry[pair])
         hop = hop[pair] + ~fed
         again = (hop == 0) & ~first
-        mine = np.ones(len(pair), dtype=bool)
-        if rank is not None:
-            mine = (source == rank) | (member == rank)
-        for number in range(3):
-            for repeats in (False, True):
-                rows = np.flatnonzero(mine & (hop == number) & (again == repeats))
-                if len(rows):
-                    yield replace(
-                        parts.take(at[pair[rows]]),
-                        source=source[rows],
-                        destination=member[rows],
-                        hop=number,
-                        again=repeats,
-                    )
+        mine = (source == rank) | (member == rank) | (rank is None)
+        for number, repeats in product(range(3), (False, True)):
+            rows = np.flatnonzero(mine & (hop == number) & (again == repeats))
+            if len(rows):
+                moved = replace(parts.take(at[pair[rows]]), hop=number, again=repeats)
+                yield replace(moved, source=source[rows], destination=member[rows])
 
     def _feeders(
         self, at: Ints, station: Ints, held: Ints, pair: Ints, member: Ints
     ) -> tuple[Ints, Ints, Ints, Ints]:
         """Who sends a part to a station, at which hop; and for every lacking member of it, whether
         it is the entry rank, and whether its copy is the first that leaves a source rank."""
-        parts, turn, ready = self.parts(), self.turn[at], self._relay_holds[at]
-        relay, own = parts.destination[at], self._own[at] == station
+        parts, turn, ready = self.parts(), self._relays.turn[at], self._relays.holds[at]
+        relay, own = parts.destination[at], self._relays.station[at] == station
         count = np.bincount(pair, minlength=len(at))
-        place = np.arange(len(pair)) - np.repeat(np.cumsum(count) - count, count)
-        chosen = place == (turn % np.maximum(count, 1))[pair]
+        number = np.arange(len(pair)) - np.repeat(np.cumsum(count) - count, count)
+        chosen = number == (turn % np.maximum(count, 1))[pair]
         enters = np.where(own[pair], member == relay[pair], chosen)
         inside = np.maximum(held, 0)
-        local = self.holding.members[
-            self.holding.first[inside] + turn % self.holding.counts[inside]
-        ]
+        place = self.holding.first[inside] + turn % self.holding.counts[inside]
+        local = self.holding.members[place]
         holds = own & ready
         outside = np.where(own, parts.source[at], relay)
         feeder = np.where(held >= 0, np.where(holds, relay, local), outside)
         hop = np.where((held >= 0) | own | ready, 0, 1)
         begins = station == self._first_needy[at] if ready.any() else own
-        once = np.where(holds[pair], place == 0, enters)
+        once = np.where(holds[pair], number == 0, enters)
         first = np.where(held[pair] >= 0, once, begins[pair])
         return feeder, hop, enters, first
 
 
 def host_flows(stacks: Sequence[Stack], world: Ints, home: Home) -> list[Flow]:
     """The flows of all stacks; addends are added up as if there were no hosts."""
-    found = [(stack, one) for stack in stacks for one in listed_geometries(stack)]
-    lines = [HostLines.of(one, home) for _, one in found]
-    parts = [
-        (stack, one if hosts is None else _entering_only(one, hosts))
-        for (stack, one), hosts in zip(found, lines, strict=True)
-    ]
+    parts: list[tuple[Stack, ListedGeometry]] = []
+    lines: list[HostLines | None] = []
+    for stack in stacks:
+        for geometry in listed_geometries(stack):
+            hosts = HostLines.of(geometry, home)
+            parts.append((stack, _entering_only(geometry, hosts) if hosts else geometry))
+            lines.append(hosts)
     grain = grain_of(parts)
     ranks, loads = Loads.none(world), Loads.none(distinct(home(world)))
-    between = [(*one, hosts) for one, hosts in zip(parts, lines, strict=True) if hosts is not None]
-    plain = [one for one, hosts in zip(parts, lines, strict=True) if hosts is None]
+    between = [(*one, hosts) for one, hosts in zip(parts, lines, strict=True) if hosts]
+    plain = [one for one, hosts in zip(parts, lines, strict=True) if not hosts]
     for job in between:
         _add_local(ranks, *job)
     slots: list[list[Slots]] = []
@@ -303,11 +280,11 @@ def host_flows(stacks: Sequence[Stack], world: Ints, home: Home) -> list[Flow]:
         else:
             shared = iter(_share_over_hosts(between, False, loads, ranks, grain))
         others = iter(share_plainly(plain, passes, ranks, grain))
-        slots.append([next(others if hosts is None else shared) for hosts in lines])
+        slots.append([next(shared if hosts else others) for hosts in lines])
     flows: list[Flow] = []
     for (stack, one), hosts, send, receive in zip(parts, lines, *slots, strict=True):
         flow = Flow(stack, one, send, receive, max(grain // stack.itemsize, 1))
-        flows.append(flow if hosts is None else HostFlow(**vars(flow), home=home, hosts=hosts))
+        flows.append(HostFlow(**vars(flow), home=home, hosts=hosts) if hosts else flow)
     return flows
 
 
@@ -347,8 +324,7 @@ def _share_over_ranks(parts: Sequence[HostJob], ranks: Loads, grain: int) -> lis
         lines = LineSet(amounts, geometry.receivers.first, stations.members)
         some = np.repeat(lacking(geometry, hosts.common, stations.lines), stations.counts)
         jobs.append((lines, some, stack.itemsize, stations.lines.counts - 1))
-    shares = share(jobs, ranks, grain)
-    return [Slots.of(lines, each) for (lines, *_), each in zip(jobs, shares, strict=True)]
+    return share_slots(jobs, ranks, grain)
 
 
 def _aims(parts: Sequence[HostJob], loads: Loads, num: Ints) -> tuple[NDArray[np.float64], float]:

@@ -14,11 +14,8 @@ without an entry come from the source tensor of the same name. One source may fe
 The same mapping is a table in TOML, in a file of its own (``--names``) or as ``[names]`` of a rules
 file, and in JSON as the ``"names"`` of a saved plan:
 
-"layers.{i}.qkv.weight" = { join = ["layers.{i}.q.weight", "layers.{i}.k.weight"], dim = 0 }
-"layers.{i}.qkv.bias"   = { join = "layers.{i}.{part}.bias", rows = { q = 512, k = 128 } }
-"layers.{i}.experts"    = { stack = "layers.{i}.expert.{e}", dim = 0 }
-"embed.weight"          = { take = "tok_embeddings.weight", pad = { 0 = 128512 } }
-"head.weight"           = "lm_head.weight"
+"layers.{i}.qkv.bias" = { join = "layers.{i}.{part}.bias", rows = { q = 512, k = 128 } }
+"embed.weight"        = { take = "tok_embeddings.weight", pad = { 0 = 128512 } }
 
 >>> template_regex("layers.{i}.w{i}").fullmatch("layers.12.w12").groupdict()
 {'i': '12'}
@@ -39,26 +36,6 @@ from typing import Any, TypeAlias
 from reshard.errors import FormatError, PlanError, ReshardError, require_type
 from reshard.text import quoted
 
-__all__ = [
-    "Feed",
-    "Join",
-    "Names",
-    "Segments",
-    "Source",
-    "Stacked",
-    "Take",
-    "fill_in",
-    "join",
-    "names_of",
-    "parse_names",
-    "placeholders",
-    "read_names",
-    "stack",
-    "table_of",
-    "take",
-    "template_regex",
-]
-
 MAX_FILE = 1 << 24
 MAX_NUMBER = (1 << 63) - 1
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
@@ -69,12 +46,9 @@ class Take:
     """One source tensor, or a part of it, perhaps padded."""
 
     name: str
-    crop: tuple[tuple[int, tuple[int, int]], ...] = ()
-    """Dims of which only start to stop is taken."""
-    index: tuple[tuple[int, int], ...] = ()
-    """Dims of which one index is taken; the destination lacks these dims."""
-    pad: tuple[tuple[int, int], ...] = ()
-    """Dims that are longer in the destination, filled with zeros at the end."""
+    crop: tuple[tuple[int, tuple[int, int]], ...] = ()  # dims of which only start to stop is taken
+    index: tuple[tuple[int, int], ...] = ()  # dims of which one index is taken; they are gone
+    pad: tuple[tuple[int, int], ...] = ()  # dims that are filled with zeros at the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +57,7 @@ class Join:
 
     names: tuple[str, ...]
     dim: int
-    rows: tuple[int, ...] | None = None
-    """How many rows of each source make one group, if the sources are interleaved."""
+    rows: tuple[int, ...] | None = None  # of each source in one group, if they are interleaved
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +131,7 @@ class Feed:
     """
 
     name: str
-    moves: tuple[Segments, ...] = ()
-    """The runs of each dim; none at all where the tensor moves as it is."""
+    moves: tuple[Segments, ...] = ()  # the runs of each dim; none where the tensor moves as it is
     have_insert: tuple[int, ...] = ()
     want_insert: tuple[int, ...] = ()
 
@@ -225,24 +197,24 @@ def table_of(names: Names) -> dict[str, Any]:
     >>> table_of({"a": Stacked(("b", "c"), 1), "d": take("e", crop={0: (0, 4)})})
     {'a': {'stack': ['b', 'c'], 'dim': 1}, 'd': {'take': 'e', 'crop': {'0': [0, 4]}}}
     """
-    return {name: _write_source(source) for name, source in names.items()}
-
-
-def _write_source(source: Source) -> Any:
-    match source:
-        case Take(name, crop, index, pad):
-            parts = {
-                "crop": {str(dim): list(limits) for dim, limits in crop},
-                "index": {str(dim): at for dim, at in index},
-                "pad": {str(dim): size for dim, size in pad},
-            }
-            return {"take": name} | {key: part for key, part in parts.items() if part}
-        case Join(names, dim, rows):
-            table = {"join": list(names), "dim": dim}
-            return table if rows is None else table | {"rows": list(rows)}
-        case Stacked(names, dim):
-            return {"stack": list(names), "dim": dim}
-    return source
+    table: dict[str, Any] = {}
+    for key, source in names.items():
+        match source:
+            case Take(name, crop, index, pad):
+                parts = {
+                    "crop": {str(dim): list(limits) for dim, limits in crop},
+                    "index": {str(dim): at for dim, at in index},
+                    "pad": {str(dim): size for dim, size in pad},
+                }
+                table[key] = {"take": name, **{what: part for what, part in parts.items() if part}}
+            case Join(parts_of, dim, rows):
+                more = {} if rows is None else {"rows": list(rows)}
+                table[key] = {"join": list(parts_of), "dim": dim, **more}
+            case Stacked(parts_of, dim):
+                table[key] = {"stack": list(parts_of), "dim": dim}
+            case _:
+                table[key] = source
+    return table
 
 
 def _read_source(name: str, value: object) -> Source:
@@ -310,8 +282,7 @@ def _range(value: object) -> tuple[int, int] | None:
 
 
 def _counts(values: list[object]) -> bool:
-    numbers = [_number(value) for value in values]
-    return bool(numbers) and all(number is not None and number > 0 for number in numbers)
+    return bool(values) and all((_number(value) or 0) > 0 for value in values)
 
 
 def _texts(values: list[object]) -> bool:

@@ -49,21 +49,16 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["DEFAULT_MEMORY", "Handle", "Plan", "RunOptions", "plan"]
-
 DEFAULT_MEMORY = 256 << 20
 """Bytes that a rank may stage beyond source and destination, unless ``memory=`` says otherwise."""
 
-MAX_KEPT = 16
-"""How many ranks' parts a plan keeps, for executors that ask more than once."""
-
+MAX_KEPT = 16  # how many ranks' parts a plan keeps, for executors that ask more than once
 SCHEMA = "reshard.plan/1"
 MAX_TEXT = 1 << 30
 _UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What reading data of a wrong kind may raise."""
 
-ONE = "tensor"
-"""The name of the tensor in a plan for one tensor."""
+ONE = "tensor"  # the name of the tensor in a plan for one tensor
 
 
 class RunOptions(TypedDict, total=False):
@@ -185,20 +180,17 @@ class Plan:
         self.compiled: Any = None
         """What the live engine has compiled for this rank; `release` frees it."""
 
-    def _arrange(self) -> tuple[tuple[Flow, ...], Schedule]:
+    def _arrange(self, listed: bool = False) -> tuple[tuple[Flow, ...], Schedule]:
         """Share the work and put it into rounds; list every row only where the cap demands it."""
-        for listed in (False, True):
-            flows = tuple(
-                flows_of(self.stacks, self.world, listed)
-                if self._home is None
-                else host_flows(self.stacks, self.world, self._home)
-            )
-            try:
-                loads = [load_of(flow, self.world) for flow in flows]
-                return flows, schedule(loads, self.memory)
-            except TooTightError:
-                continue
-        raise AssertionError("listed flows are never too tight")
+        if self._home is None:
+            flows = flows_of(self.stacks, self.world, listed)
+        else:
+            flows = host_flows(self.stacks, self.world, self._home)
+        try:
+            loads = [load_of(flow, self.world) for flow in flows]
+            return tuple(flows), schedule(loads, self.memory)
+        except TooTightError:
+            return self._arrange(listed=True)
 
     @cached_property
     def _home(self) -> Home | None:
@@ -224,8 +216,7 @@ class Plan:
         """The ranks that have a part on either side, perhaps an empty one; lost ranks have none."""
         specs = (*self.have.values(), *self.want.values())
         layouts = {id(spec.layout): spec.layout for spec in specs}.values()
-        have = {r for one in layouts for r in one.ranks if one.holds(r) is not None}
-        return tuple(sorted(have))
+        return tuple(sorted({r for one in layouts for r in one.ranks if one.holds(r) is not None}))
 
     def for_rank(self, rank: int) -> RankPlan:
         """What one rank sends, receives and copies; derived without the others."""
@@ -336,9 +327,8 @@ class Plan:
         except ReshardError:
             raise
         except _UNREADABLE as error:
-            raise FormatError(
-                f"a plan's JSON cannot be read: {type(error).__name__} {error}"
-            ) from None
+            what = f"{type(error).__name__} {error}"
+            raise FormatError(f"a plan's JSON cannot be read: {what}") from None
         if plan.digest != data.get("digest"):
             raise FormatError(
                 f"the text says digest {data.get('digest')} and the plan in it has {plan.digest}: "

@@ -15,6 +15,8 @@ Then single ranks are looked at row by row, in ``row_proof``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from reshard.errors import MemoryCapError, ProofError
@@ -29,6 +31,7 @@ from reshard.planning.row_proof import (
     MAX_ROWS,
     ROW_BYTES,
     TensorGroup,
+    as_box,
     check_ranks,
     first_outside,
     tensor_groups,
@@ -38,7 +41,7 @@ from reshard.planning.row_proof import (
 from reshard.planning.sharing import LineSet
 from reshard.text import format_bytes
 
-__all__ = ["check_plan"]
+PiecesOf = Callable[[TensorSpec, int], tuple[Ints, Ints]]
 
 
 def check_plan(plan: Plan, memory: int) -> None:
@@ -49,7 +52,7 @@ def check_plan(plan: Plan, memory: int) -> None:
             f"the proof of this plan needs about {format_bytes(needed)} and memory= gives it "
             f"{format_bytes(memory)}: raise memory="
         )
-    groups, pieces_of = list(tensor_groups(plan)), _Pieces(memory - needed)
+    groups, pieces_of = list(tensor_groups(plan)), _pieces_within(memory - needed)
     written = {id(stack): np.zeros(len(plan.world), dtype=np.int64) for stack in plan.stacks}
     for flow in plan.flows:
         _check_parts(flow)
@@ -60,20 +63,19 @@ def check_plan(plan: Plan, memory: int) -> None:
     check_ranks(plan, groups)
 
 
-class _Pieces:
+def _pieces_within(memory: int) -> PiecesOf:
     """The pieces of ranks by spec; as many as fit are kept for stacks with the same layouts."""
+    kept: SizedCache[tuple[int, tuple[int, ...], int], tuple[Ints, Ints]] = SizedCache(memory)
 
-    def __init__(self, memory: int) -> None:
-        self._kept: SizedCache[tuple[int, tuple[int, ...], int], tuple[Ints, Ints]]
-        self._kept = SizedCache(memory)
-
-    def __call__(self, spec: TensorSpec, rank: int) -> tuple[Ints, Ints]:
+    def pieces_of(spec: TensorSpec, rank: int) -> tuple[Ints, Ints]:
         key = (id(spec.layout), spec.shape, rank)
-        found = self._kept.get(key)
+        found = kept.get(key)
         if found is None:
             starts, stops, *_ = piece_columns(spec.layout, rank, spec.shape)
-            found = self._kept.put(key, (starts, stops), 600 + starts.nbytes + stops.nbytes)
+            found = kept.put(key, (starts, stops), 600 + starts.nbytes + stops.nbytes)
         return found
+
+    return pieces_of
 
 
 def _bytes_needed(plan: Plan) -> int:
@@ -101,23 +103,23 @@ def _check_parts(flow: Flow) -> None:
         number = int(cell[wrong[0]]) if len(wrong) else int(np.flatnonzero(absent)[0])
         twice = bool(len(wrong)) and bool(start[wrong[0]] < expected[wrong[0]])
         what = "written twice" if twice else "missing"
-        box = _as_box(parts.cells.want_low[number], parts.cells.width[number])
+        box = as_box(parts.cells.want_low[number], parts.cells.width[number])
         raise ProofError(f"a part of box {box} of {flow.stack.label} is {what}")
     lines = [(flow.geometry.receivers, parts.line, parts.destination, "pass on")]
-    if not flow.adds:
+    if not flow.stack.adds:
         lines.append((flow.geometry.senders, parts.send_line, parts.source, "send"))
     for members, line, rank, what in lines:
         stray = np.flatnonzero(members.find(line, rank) < 0)
         if len(stray):
             cell = parts.runs.cell[stray[0]]
-            box = _as_box(parts.cells.want_low[cell], parts.cells.width[cell])
+            box = as_box(parts.cells.want_low[cell], parts.cells.width[cell])
             raise ProofError(
                 f"rank {rank[stray[0]]} is to {what} a part of box {box} of {flow.stack.label}, "
                 "which is not on its line"
             )
 
 
-def _check_cells(flow: Flow, pieces_of: _Pieces) -> None:
+def _check_cells(flow: Flow, pieces_of: PiecesOf) -> None:
     """Every cell is inside a piece of each rank of its two lines, and overlaps no other of them."""
     geometry, stack, feed = flow.geometry, flow.stack, flow.stack.feed
     cells = geometry.all()
@@ -133,7 +135,8 @@ def _check_cells(flow: Flow, pieces_of: _Pieces) -> None:
     high = np.concatenate([line + 1, cells.want_low + cells.width], axis=1)
     crossing = first_overlapping_rows(low, high)
     if crossing is not None:
-        box = Box(tuple(low[crossing[0], 1:].tolist()), tuple(high[crossing[0], 1:].tolist()))
+        row = crossing[0]
+        box = as_box(cells.want_low[row], cells.width[row])
         raise ProofError(f"box {box} of {stack.label} is written twice")
 
 
@@ -144,7 +147,7 @@ def _check_inside(
     low: Ints,
     width: Ints,
     lines: LineSet,
-    pieces_of: _Pieces,
+    pieces_of: PiecesOf,
 ) -> None:
     """Cells are inside pieces of all ranks of their lines; equal pieces are looked at once."""
     used = np.bincount(line, minlength=len(lines.counts)) > 0
@@ -179,20 +182,16 @@ def _check_inside(
             )
 
 
-def _as_box(low: Ints, width: Ints) -> Box:
-    return Box(tuple(low.tolist()), tuple((low + width).tolist()))
-
-
 def _written(flow: Flow, world: Ints) -> Ints:
     """Elements of all tensors of a stack that each rank gets or copies."""
     found = np.zeros(len(world), dtype=np.int64)
     ranks, elements = flow.geometry.copied_elements()
     counted = [(ranks, elements * len(flow.stack.names))]
-    if flow.adds:
+    if flow.stack.adds:
         parts = flow.accumulated()
         counted = [(parts.destination, parts.sizes)]
     for rows in flow.streams():
-        if rows.rows.hop or not flow.adds:
+        if rows.rows.hop or not flow.stack.adds:
             counted += rows.received(rows.rows.sizes)
     for ranks, elements in counted:
         np.add.at(found, np.searchsorted(world, ranks), elements)
@@ -200,7 +199,7 @@ def _written(flow: Flow, world: Ints) -> Ints:
 
 
 def _check_totals(
-    plan: Plan, group: TensorGroup, written: dict[int, Ints], pieces_of: _Pieces
+    plan: Plan, group: TensorGroup, written: dict[int, Ints], pieces_of: PiecesOf
 ) -> None:
     """Every rank writes as many elements of a tensor as it wants."""
     total = np.zeros(len(plan.world), dtype=np.int64)

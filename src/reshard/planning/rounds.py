@@ -25,8 +25,6 @@ from reshard.planning.classes import Stack
 from reshard.planning.flows import Flow
 from reshard.text import format_bytes
 
-__all__ = ["Load", "Schedule", "Slot", "TooTightError", "load_of", "schedule", "slice_edges"]
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Uses:
@@ -35,21 +33,16 @@ class Uses:
     rank: Ints
     part: Ints
     num_bytes: Ints
-    elements: Ints
-    """How many elements each counts when a slice holds one element of its row."""
-    num_ranks: int
+    elements: Ints  # how many elements each counts when a slice holds one element of its row
 
     @property
     def num_parts(self) -> int:
-        """How many parts could take turns."""
         return int(self.part.max(initial=0)) + 1
 
     def per_phase(self, phases: int) -> tuple[int, int]:
         """The most bytes and the most elements that any rank has in any of so many phases."""
         key = self.rank * phases + self.part % phases
-        places = self.num_ranks * phases
-        num_bytes = np.bincount(key, weights=self.num_bytes, minlength=places)
-        rows = np.bincount(key, weights=self.elements, minlength=places)
+        num_bytes, rows = np.bincount(key, self.num_bytes), np.bincount(key, self.elements)
         return int(num_bytes.max(initial=0)), int(rows.max(initial=0))
 
 
@@ -58,19 +51,11 @@ class Load:
     """What one stack makes every rank stage, if it moves in one round."""
 
     stack: Stack
-    family: object
-    """Equal for stacks that differ only in who holds the source, such as pipeline stages."""
-    staged: Ints
-    """Bytes of each rank."""
-    rows: int
-    """The most transfers that any rank takes part in."""
-    itemsize: int
-    hops: int
-    """The rounds that passing on takes after the first."""
-    longest: int
-    """The elements of the longest transfer."""
-    uses: Callable[[], Uses] | None
-    """Who has to do with which part, worked out on demand; None where that is not listed."""
+    staged: Ints  # bytes of each rank
+    rows: int  # the most transfers that any rank takes part in
+    hops: int  # the rounds that passing on takes after the first
+    longest: int  # the elements of the longest transfer
+    uses: Callable[[], Uses] | None  # who has to do with which part; None where that is not listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +67,12 @@ class Slot:
 
     first: int
     slices: int = 1
-    unit: int = 1
-    """Slices end between whole parts of a cell of at most so many elements."""
+    unit: int = 1  # slices end between whole parts of a cell of at most so many elements
     hops: int = 0
     phases: int = 1
 
     @property
     def num_rounds(self) -> int:
-        """The rounds from the first to the last."""
         return self.phases * (self.slices + self.hops)
 
     def turn(self, number: int, hop: int) -> tuple[int, int] | None:
@@ -119,7 +102,7 @@ def schedule(loads: Sequence[Load], cap: int) -> Schedule:
     tight = [
         load
         for load in loads
-        if int(load.staged.max(initial=0)) > cap and load.rows * load.itemsize > cap
+        if int(load.staged.max(initial=0)) > cap and load.rows * load.stack.itemsize > cap
     ]
     if tight and any(load.uses is None for load in loads):
         raise TooTightError
@@ -128,7 +111,17 @@ def schedule(loads: Sequence[Load], cap: int) -> Schedule:
     start = end = peak = 0
     shared = np.zeros(len(loads[0].staged) if loads else 0, dtype=np.int64)
     for numbers in _batches(loads, cap):
-        batch = _together([loads[number] for number in numbers])
+        some = [loads[number] for number in numbers]
+        batch = some[0]
+        if len(some) > 1:
+            batch = replace(
+                batch,
+                staged=np.sum([load.staged for load in some], axis=0),
+                rows=sum(load.rows for load in some),
+                hops=max(load.hops for load in some),
+                longest=max(load.longest for load in some),
+                uses=None,
+            )
         together = shared + batch.staged
         if int(together.max(initial=0)) > cap:
             start, together = end, batch.staged
@@ -148,26 +141,16 @@ def _batches(loads: Sequence[Load], cap: int) -> list[list[int]]:
     """Numbers of stacks that are cut together; alone where one alone is too much for slices."""
     family: dict[object, list[int]] = {}
     for number, load in enumerate(loads):
-        family.setdefault(load.family, []).append(number)
+        have, want, feed = load.stack.have, load.stack.want, load.stack.feed
+        sides = (have.shape, have.dtype, have.layout.reduce is None, want.shape, want.dtype)
+        # Stacks that differ only in who holds the source, such as pipeline stages.
+        alike = (*sides, want.layout, feed.moves, feed.have_insert, feed.want_insert)
+        family.setdefault(alike, []).append(number)
     batches: list[list[int]] = []
     for numbers in family.values():
-        tight = sum(loads[n].rows * loads[n].itemsize for n in numbers) * 4 > cap
+        tight = sum(loads[n].rows * loads[n].stack.itemsize for n in numbers) * 4 > cap
         batches += [[number] for number in numbers] if tight else [numbers]
     return batches
-
-
-def _together(loads: Sequence[Load]) -> Load:
-    """One load for stacks that move in the same rounds."""
-    if len(loads) == 1:
-        return loads[0]
-    return replace(
-        loads[0],
-        staged=np.sum([load.staged for load in loads], axis=0),
-        rows=sum(load.rows for load in loads),
-        hops=max(load.hops for load in loads),
-        longest=max(load.longest for load in loads),
-        uses=None,
-    )
 
 
 def _cut(load: Load, start: int, cap: int) -> tuple[Slot, int]:
@@ -176,14 +159,14 @@ def _cut(load: Load, start: int, cap: int) -> tuple[Slot, int]:
     It has as many phases as it takes until an element of every transfer of a phase fits.
     """
     phases, staged, rows = 1, int(load.staged.max(initial=0)), load.rows
-    if rows * load.itemsize > cap:
+    if rows * load.stack.itemsize > cap:
         assert load.uses is not None
         uses = load.uses()
         staged, rows = uses.per_phase(phases)
-        while rows * load.itemsize > cap:
+        while rows * load.stack.itemsize > cap:
             phases = min(phases * 2, uses.num_parts)
             staged, rows = uses.per_phase(phases)
-    least = rows * load.itemsize
+    least = rows * load.stack.itemsize
     unit = max((cap - least) // 16 // least, 1)
     room = cap - least * unit
     slices = min(-(-staged // room), load.longest) if room > 0 else load.longest
@@ -197,7 +180,7 @@ def _check_cap(loads: Sequence[Load], cap: int) -> None:
     for load in loads:
         if load.uses is not None:
             uses = load.uses()
-            needs = uses.per_phase(uses.num_parts)[1] * load.itemsize
+            needs = uses.per_phase(uses.num_parts)[1] * load.stack.itemsize
             least, label = max((least, label), (needs, load.stack.label))
     if least > cap:
         raise MemoryCapError(
@@ -215,17 +198,12 @@ def slice_edges(start: Ints, stop: Ints, unit: Ints, slices: int, number: int) -
 
 
 def load_of(flow: Flow, world: Ints) -> Load:
-    """What a flow makes every rank stage."""
-    have, want, feed = flow.stack.have, flow.stack.want, flow.stack.feed
-    sizes = (have.shape, have.dtype, want.shape, want.dtype)
-    inserted = (feed.have_insert, feed.want_insert)
-    family = (*sizes, want.layout, feed.moves, inserted, have.layout.reduce is None)
     if isinstance(flow.geometry, RegularGeometry):
-        return _regular_load(flow, world, family)
-    return _listed_load(flow, world, family)
+        return _regular_load(flow, flow.geometry, world)
+    return _listed_load(flow, world)
 
 
-def _listed_load(flow: Flow, world: Ints, family: object) -> Load:
+def _listed_load(flow: Flow, world: Ints) -> Load:
     """Count both ends of every row; what a rank sends to a whole line, without listing its pairs.
 
     A row of wider elements counts as more rows.
@@ -243,14 +221,13 @@ def _listed_load(flow: Flow, world: Ints, family: object) -> Load:
                 place = np.searchsorted(world, ranks)
                 np.add.at(staged, place, elements * itemsize)
                 np.add.at(count, place, rows * _width(stack, itemsize))
-    if flow.adds:
-        part, wide = flow.accumulated(), flow.accumulator_itemsize
+    if flow.stack.adds:
+        part, wide = flow.accumulated(), stack.accumulator_itemsize
         place = np.searchsorted(world, part.destination)
         np.add.at(staged, place, part.sizes * wide)
         np.add.at(count, place, _width(stack, wide))
     most, longest = int(count.max(initial=0)), int(flow.parts().sizes.max(initial=0))
-    uses = partial(_uses, flow, world)
-    return Load(stack, family, staged, most, stack.itemsize, hops, longest, uses)
+    return Load(stack, staged, most, hops, longest, partial(_uses, flow, world))
 
 
 def _width(stack: Stack, itemsize: int) -> int:
@@ -270,17 +247,16 @@ def _uses(flow: Flow, world: Ints) -> Uses:
         moved = rows.take(np.flatnonzero(rows.source != rows.destination))
         for ranks in (moved.source, moved.destination):
             use(ranks, moved, flow.stack.itemsize_at(moved.hop))
-    if flow.adds:
+    if flow.stack.adds:
         added = flow.accumulated()
-        use(added.destination, added, flow.accumulator_itemsize)
+        use(added.destination, added, flow.stack.accumulator_itemsize)
     place, part, num_bytes, elements = map(np.concatenate, zip(*found, strict=True))
-    return Uses(place, part, num_bytes, elements, len(world))
+    return Uses(place, part, num_bytes, elements)
 
 
-def _regular_load(flow: Flow, world: Ints, family: object) -> Load:
+def _regular_load(flow: Flow, geometry: RegularGeometry, world: Ints) -> Load:
     """Bound every rank by its slots and regions, without listing a row."""
     itemsize, times = flow.stack.itemsize, len(flow.stack.names)
-    assert isinstance(flow.geometry, RegularGeometry)
     staged = np.zeros(len(world), dtype=np.int64)
     send, receive = flow.sending, flow.receiving
     most = int(np.diff(receive.first).max(initial=1))
@@ -289,12 +265,11 @@ def _regular_load(flow: Flow, world: Ints, family: object) -> Load:
         # A cut is rounded by at most half a unit, and a slot has two ends.
         sizes += np.minimum(flow.unit, sizes)
         np.add.at(staged, np.searchsorted(world, slots.ranks), sizes * itemsize * copies)
-    lines = np.repeat(flow.geometry.receivers.amounts * times, np.diff(receive.first))
+    lines = np.repeat(geometry.receivers.amounts * times, np.diff(receive.first))
     np.add.at(staged, np.searchsorted(world, receive.ranks), lines * itemsize)
-    ranks, elements = flow.geometry.copied_elements()
+    ranks, elements = geometry.copied_elements()
     np.add.at(staged, np.searchsorted(world, ranks), elements * times * itemsize * -2)
-    sent, wanted = flow.geometry.cells_per_rank()
+    sent, wanted = geometry.cells_per_rank()
     senders = int(np.diff(send.first).max(initial=1))
     rows = sent * most + (wanted * senders + most) * most
-    longest = int(lines.max(initial=1))
-    return Load(flow.stack, family, staged, rows, itemsize, int(most > 1), longest, None)
+    return Load(flow.stack, staged, rows, int(most > 1), int(lines.max(initial=1)), None)

@@ -29,32 +29,27 @@ from reshard.planning.cells.transfers import Mask, Transfers
 from reshard.planning.plans import Plan
 from reshard.planning.rank import RankPlan, Rows
 
-__all__ = [
-    "TensorGroup",
-    "check_ranks",
-    "first_outside",
-    "tensor_groups",
-    "without_dims",
-    "wrong_runs",
-]
-
-MAX_ROWS = 1 << 18
-"""Rows that are looked at one by one."""
-PER_FLOW = 100
-"""As how many rows a rank counts for each flow, because it takes as long."""
-
-ROW_BYTES = 400
-"""About what a row takes while its rank is looked at."""
+MAX_ROWS = 1 << 18  # rows that are looked at one by one
+PER_FLOW = 100  # as how many rows a rank counts for each flow, because it takes as long
+ROW_BYTES = 400  # about what a row takes while its rank is looked at
 
 
 def check_ranks(plan: Plan, groups: Sequence[TensorGroup]) -> None:
-    """Look at the rows of one rank after the other."""
     exchanges = _Exchanges(plan)
     seen: list[int] = []
     rows = 0
     for rank in _in_turn(plan):
         mine = plan.for_rank(rank)
-        _check_rank(mine, groups)
+        written: dict[int, dict[int, list[Rows]]] = {}
+        for one in [*mine.receives.rows, *mine.copies.rows]:
+            addends = written.setdefault(id(one.flow.stack), {})
+            addends.setdefault(one.transfers.addend, []).append(one)
+        cells = {stack: _same_cells(rank, addends) for stack, addends in written.items()}
+        for group in groups:
+            _check_group(group, mine, [cells[stack] for stack in group.stacks if stack in cells])
+        for one in [*mine.sends.rows, *mine.copies.rows]:
+            _check_held(one, rank)
+        _check_passed_on(mine)
         _check_turns(mine, plan.num_rounds)
         exchanges.add(mine.sends.rows, 1)
         exchanges.add(mine.receives.rows, -1)
@@ -133,11 +128,9 @@ def _in_turn(plan: Plan) -> list[int]:
 class TensorGroup:
     """Destination tensors that are fed by the same stacks and filled in the same boxes."""
 
-    name: str
-    """The first of them."""
+    name: str  # the first of them
     spec: TensorSpec
-    stacks: set[int]
-    """The ids of the stacks."""
+    stacks: set[int]  # the ids of the stacks
     fills: Sequence[Box]
 
 
@@ -159,22 +152,7 @@ def tensor_groups(plan: Plan) -> Iterator[TensorGroup]:
 
 
 def without_dims(columns: Ints, inserted: Sequence[int]) -> Ints:
-    """The columns of a tensor's own dims, without those that only the other side has."""
     return np.delete(columns, inserted, axis=1) if inserted else columns
-
-
-def _check_rank(mine: RankPlan, groups: Iterable[TensorGroup]) -> None:
-    written: dict[int, dict[int, list[Rows]]] = {}
-    for rows in [*mine.receives.rows, *mine.copies.rows]:
-        addends = written.setdefault(id(rows.flow.stack), {})
-        addends.setdefault(rows.transfers.addend, []).append(rows)
-    cells = {stack: _same_cells(mine.rank, addends) for stack, addends in written.items()}
-    for group in groups:
-        found = [cells[stack] for stack in group.stacks if stack in cells]
-        _check_group(group, mine, found)
-    for rows in [*mine.sends.rows, *mine.copies.rows]:
-        _check_held(rows, mine.rank)
-    _check_passed_on(mine)
 
 
 def _check_turns(mine: RankPlan, num_rounds: int) -> None:
@@ -196,8 +174,11 @@ def _same_cells(rank: int, addends: dict[int, list[Rows]]) -> tuple[Ints, Ints]:
     Rows of addend -1 carry the value itself.
     """
     flow = next(iter(addends.values()))[0].flow
+    num_dims = len(flow.stack.want.shape) + len(flow.stack.feed.want_insert)
+    none = np.zeros((0, 2 * num_dims + 2), dtype=np.int64)
     own = [addends.get(number, []) for number in range(flow.geometry.num_addends)]
-    tables = [_sorted_table(rows) for rows in own]
+    tables = [np.concatenate([none, *(_table(one.transfers) for one in some)]) for some in own]
+    tables = [table[np.lexsort(table.T[::-1])] for table in tables]
     lacking = [n for n, table in enumerate(tables) if not np.array_equal(table, tables[0])]
     if lacking:
         raise ProofError(
@@ -205,13 +186,6 @@ def _same_cells(rank: int, addends: dict[int, list[Rows]]) -> tuple[Ints, Ints]:
             f"{lacking[0]} as for addend 0"
         )
     return _whole_cells(rank, [*own[0], *addends.get(-1, [])])
-
-
-def _sorted_table(rows: Sequence[Rows]) -> Ints:
-    if not rows:
-        return np.zeros((0, 0), dtype=np.int64)
-    table = np.concatenate([_table(one.transfers) for one in rows])
-    return table[np.lexsort(table.T[::-1])]
 
 
 def _whole_cells(rank: int, written: Sequence[Rows]) -> tuple[Ints, Ints]:
@@ -231,8 +205,7 @@ def _whole_cells(rank: int, written: Sequence[Rows]) -> tuple[Ints, Ints]:
         tensor = min(int(at) // max(int(width.prod()), 1), len(stack.names) - 1)
         what = "is written twice" if start[row] < expected[row] else "is missing"
         raise ProofError(
-            f"rank {rank}: a part of box {Box(tuple(low), tuple(low + width))} of "
-            f'"{stack.names[tensor][1]}" {what}'
+            f'rank {rank}: a part of box {as_box(low, width)} of "{stack.names[tensor][1]}" {what}'
         )
     low, width = np.split(table[new, : 2 * dims], 2, axis=1)
     inserted = stack.feed.want_insert
@@ -277,12 +250,12 @@ def _check_group(group: TensorGroup, mine: RankPlan, found: Sequence[tuple[Ints,
         )
     crossing = first_overlapping_rows(low, low + width)
     if crossing is not None:
-        a, b = (Box(tuple(low[row]), tuple(low[row] + width[row])) for row in crossing)
+        a, b = (as_box(low[row], width[row]) for row in crossing)
         raise ProofError(f'rank {rank} writes box {a & b} of "{group.name}" twice')
     wanted, count = int((stops - starts).prod(axis=1).sum()), int(width.prod(axis=1).sum())
     if count != wanted:
         pieces = [piece.box for piece in spec.layout.pieces(rank, spec.shape)]
-        done = [Box(tuple(a), tuple(a + w)) for a, w in zip(low, width, strict=True)]
+        done = [*map(as_box, low, width)]
         missing = next((gap for box in pieces for gap in missing_boxes(box, done)), None)
         raise ProofError(
             f'rank {rank} wants {wanted} elements of "{group.name}" and gets {count}: '
@@ -299,7 +272,11 @@ def first_outside(low: Ints, width: Ints, starts: Ints, stops: Ints) -> Box | No
     if good.all():
         return None
     row = int(np.flatnonzero(~good)[0])
-    return Box(tuple(low[row].tolist()), tuple((low[row] + width[row]).tolist()))
+    return as_box(low[row], width[row])
+
+
+def as_box(low: Ints, width: Ints) -> Box:
+    return Box(tuple(low.tolist()), tuple((low + width).tolist()))
 
 
 def _check_held(rows: Rows, rank: int) -> None:

@@ -32,24 +32,8 @@ from numpy.typing import NDArray
 
 from reshard.layout.columns import Ints, distinct, offsets, spread
 
-__all__ = [
-    "LeastLoaded",
-    "Line",
-    "LineSet",
-    "Loads",
-    "Runs",
-    "Slots",
-    "balance",
-    "fill",
-    "repeated",
-    "share",
-]
-
-MAX_PASSES = 48
-"""How often crossing lines are filled again, at most."""
-GOOD = 1.004
-"""Loads closer than this count as equal."""
-
+MAX_PASSES = 48  # how often crossing lines are filled again, at most
+GOOD = 1.004  # loads closer than this count as equal
 MUCH = 16 << 20
 """A member that sends this many bytes takes part, however small its share: a share that goes to
 thousands of ranks is passed on by many."""
@@ -84,14 +68,10 @@ class LeastLoaded:
 class Line:
     """Equal numbers of members share each of several amounts, one per row."""
 
-    amounts: Ints
-    """Bytes to share, one per row."""
-    members: Ints
-    """The index of each member, one row per amount."""
-    grain: int
-    """No share is smaller than this, unless the amount is."""
-    item: int = 1
-    """Shares are whole multiples of this many bytes, as amounts are."""
+    amounts: Ints  # bytes to share, one per row
+    members: Ints  # the index of each member, one row per amount
+    grain: int  # no share is smaller than this, unless the amount is
+    item: int = 1  # shares are whole multiples of this many bytes, as amounts are
 
 
 def fill(amounts: Ints, loads: Ints, most: Ints) -> Ints:
@@ -178,14 +158,10 @@ def _improvable(lines: Sequence[Line], shares: Sequence[Ints], loads: Ints) -> b
 class Slots:
     """Lines laid end to end, and the slots that divide them."""
 
-    base: Ints
-    """Where each line begins; one more entry ends the last."""
-    starts: Ints
-    """Where each slot begins."""
-    ranks: Ints
-    """Whose slot it is."""
-    first: Ints
-    """The first slot of each line; one more entry ends the last."""
+    base: Ints  # where each line begins; one more entry ends the last
+    starts: Ints  # where each slot begins
+    ranks: Ints  # whose slot it is
+    first: Ints  # the first slot of each line; one more entry ends the last
 
     @classmethod
     def of(cls, lines: LineSet, shares: Ints) -> Slots:
@@ -204,13 +180,11 @@ class LineSet:
     """Amounts of elements, each with the ranks that share it, in rising order."""
 
     amounts: Ints
-    first: Ints
-    """Where the members of each line begin in ``members``; one more entry ends the last."""
+    first: Ints  # where the members of each line begin in ``members``; one more entry ends the last
     members: Ints
 
     @classmethod
     def chain(cls, sets: Sequence[LineSet]) -> LineSet:
-        """All lines of several sets, one after the other."""
         if len(sets) == 1:
             return sets[0]
         none = np.zeros(0, dtype=np.int64)
@@ -248,7 +222,6 @@ class LineSet:
         return self.line_of * span + self.members, span
 
     def of(self, line: int) -> Ints:
-        """The members of a line."""
         return self.members[self.first[line] : self.first[line + 1]]
 
     def laid_out(self, line: Ints, sizes: Ints) -> tuple[LineSet, Ints]:
@@ -256,9 +229,8 @@ class LineSet:
         its line come before each cell."""
         amounts = np.bincount(line, weights=sizes, minlength=len(self.counts)).astype(np.int64)
         order = np.argsort(line, kind="stable")
-        ends, base = np.cumsum(sizes[order]), np.cumsum(amounts) - amounts
         before = np.empty_like(sizes)
-        before[order] = ends - sizes[order] - base[line[order]]
+        before[order] = offsets(sizes[order])[:-1] - offsets(amounts)[line[order]]
         return LineSet(amounts, self.first, self.members), before
 
     def has(self, rank: int) -> NDArray[np.bool_]:
@@ -287,14 +259,6 @@ class LineSet:
         at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
         found: Ints = np.where((keys[at] == wanted) & (ranks < span), at, -1)
         return found
-
-    def by_size(self) -> list[tuple[Ints, Ints]]:
-        """The lines that are worth sharing, grouped by the number of members, with those."""
-        groups = []
-        for num in distinct(self.counts[(self.amounts > 0) & (self.counts > 0)]):
-            lines = np.flatnonzero((self.counts == num) & (self.amounts > 0))
-            groups.append((lines, self.members[self.first[lines][:, None] + np.arange(num)]))
-        return groups
 
     def common(self, other: LineSet, mine: Ints, theirs: Ints) -> tuple[Ints, Ints]:
         """The ranks that pairs of lines have in common: the number of the pair, and the rank.
@@ -331,11 +295,9 @@ class Loads:
 
     @classmethod
     def none(cls, ranks: Ints) -> Loads:
-        """Nothing yet; the ranks rise."""
         return cls(ranks, np.zeros(len(ranks), dtype=np.int64))
 
     def find(self, ranks: Ints) -> Ints:
-        """The places of ranks."""
         return np.searchsorted(self.ranks, ranks)
 
 
@@ -354,19 +316,27 @@ def share(jobs: Sequence[Job], ends: Loads, grain: int) -> list[Ints]:
     for number, (every, chosen, itemsize, times) in enumerate(jobs):
         line = every if chosen is None else every.only(chosen)
         cost = np.broadcast_to(np.maximum(times, 1), line.amounts.shape)
-        for some, members in line.by_size():
+        shared = (line.amounts > 0) & (line.counts > 0)
+        for num in distinct(line.counts[shared]).tolist():
+            some = np.flatnonzero(shared & (line.counts == num))
             for each in distinct(cost[some]).tolist():
-                mine = np.flatnonzero(cost[some] == each)
+                mine = some[cost[some] == each]
+                at = line.first[mine][:, None] + np.arange(num)
                 least = min(grain * each, max(grain, MUCH))
-                amounts, place = line.amounts[some[mine]], ends.find(members[mine])
+                amounts, place = line.amounts[mine], ends.find(line.members[at])
                 lines.append(Line(amounts * itemsize * each, place, least, itemsize * each))
-                at = line.first[some[mine]][:, None] + np.arange(members.shape[1])
                 places.append((number, at if chosen is None else np.flatnonzero(chosen)[at]))
     found = [np.zeros(len(every.members), dtype=np.int64) for every, *_ in jobs]
     for one, (number, at), given in zip(lines, places, balance(lines, ends.loads), strict=True):
         found[number][at] = given // one.item
         np.add.at(ends.loads, one.members, given)
     return found
+
+
+def share_slots(jobs: Sequence[Job], ends: Loads, grain: int) -> list[Slots]:
+    """The same as slots of the lines."""
+    shares = share(jobs, ends, grain)
+    return [Slots.of(lines, each) for (lines, *_), each in zip(jobs, shares, strict=True)]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -383,7 +353,6 @@ class Runs:
         return cls(np.arange(len(sizes)), np.zeros_like(sizes), sizes)
 
     def take(self, rows: Ints) -> Runs:
-        """Some of the runs."""
         return Runs(self.cell[rows], self.start[rows], self.stop[rows])
 
     def split(self, slots: Slots, line: Ints, at: Ints, unit: Ints) -> tuple[Runs, Ints, Ints]:

@@ -10,72 +10,59 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from reshard.errors import RulesError
 
-__all__ = [
-    "MULTIMODAL",
-    "NUMBERS",
-    "PRESETS",
-    "Config",
-    "complete_numbers",
-    "family_of",
-    "number",
-    "numbers_of",
-    "preset",
-    "text_config",
-]
-
 Config = Mapping[str, Any]
 
-_FAMILIES: Mapping[str, str] = {
-    "llama": "llama",
-    "mistral": "mistral",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "gemma": "gemma",
-    "gemma2": "gemma",
-    "gemma3_text": "gemma",
-    "gemma3": "gemma3",
-    "gpt_neox": "gpt_neox",
-    "mixtral": "mixtral",
-    "qwen3_moe": "qwen3_moe",
-    "qwen3_next": "qwen3_next",
-    "phi3": "phi3",
-    "gpt_oss": "gpt_oss",
-    "llama4_text": "llama4",
-    "llama4": "llama4",
-    "deepseek_v3": "deepseek_v3",
-    "bert": "bert",
+
+@dataclass(frozen=True, slots=True)
+class _ModelType:
+    """What must be known of a ``model_type`` beside its config."""
+
+    family: str  # its family of rules
+    defaults: Config = field(default_factory=dict)
+    """What transformers assumes where a config leaves it out, as far as it is needed here."""
+    tied: bool = False  # whether the output layer is the embedding unless the config says otherwise
+    expert_size: str | None = None  # where a config has the rows of an expert's first matrices
+
+
+_OWN, _MOE = "intermediate_size", "moe_intermediate_size"
+_DIM256 = {"head_dim": 256}
+_TYPES: Mapping[str, _ModelType] = {
+    "llama": _ModelType("llama"),
+    "mistral": _ModelType("mistral"),
+    "qwen2": _ModelType("qwen2"),
+    "qwen3": _ModelType("qwen3", {"head_dim": 128}),
+    "gemma": _ModelType("gemma", _DIM256, tied=True),
+    "gemma2": _ModelType("gemma", _DIM256, tied=True),
+    "gemma3_text": _ModelType(
+        "gemma",
+        # Published configs leave out everything that is as in transformers.
+        {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208} | _DIM256,
+        tied=True,
+    ),
+    "gemma3": _ModelType("gemma3"),
+    "gpt_neox": _ModelType("gpt_neox"),
+    "mixtral": _ModelType("mixtral", expert_size=_OWN),
+    "qwen3_moe": _ModelType("qwen3_moe", expert_size=_MOE),
+    "qwen3_next": _ModelType("qwen3_next", _DIM256, expert_size=_MOE),
+    "phi3": _ModelType("phi3"),
+    "gpt_oss": _ModelType("gpt_oss", {"head_dim": 64}, expert_size=_OWN),
+    "llama4_text": _ModelType("llama4", expert_size=_OWN),
+    "llama4": _ModelType("llama4"),
+    "deepseek_v3": _ModelType("deepseek_v3", expert_size=_MOE),
+    "bert": _ModelType("bert", tied=True),
 }
-"""The family of rules for each ``model_type``."""
 
 MULTIMODAL = MappingProxyType({"gemma3": "gemma3_text", "llama4": "llama4_text"})
 """The model type of the text part of each model type that has other parts."""
 
 _OUTER = ("dtype", "torch_dtype", "tie_word_embeddings")
 """What the config of a multimodal model may say of its text part as well."""
-
-_TIED = frozenset({"gemma", "gemma2", "gemma3_text", "bert"})
-"""Model types whose output layer is the embedding unless the config says otherwise."""
-
-_DEFAULTS: Mapping[str, Config] = {
-    "qwen3": {"head_dim": 128},
-    "gemma": {"head_dim": 256},
-    "gemma2": {"head_dim": 256},
-    # Published configs of gemma3 leave out everything that is as in transformers.
-    "gemma3_text": {
-        "head_dim": 256,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "vocab_size": 262208,
-    },
-    "gpt_oss": {"head_dim": 64},
-    "qwen3_next": {"head_dim": 256},
-}
-"""What transformers assumes where a config leaves it out, as far as rules and shapes need it."""
 
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "heads": ("num_attention_heads",),
@@ -91,16 +78,6 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
 }
 """Where a config has the numbers that it simply states; the first of these keys that is there."""
 
-_EXPERT_SIZE: Mapping[str, str] = {
-    "mixtral": "intermediate_size",
-    "qwen3_moe": "moe_intermediate_size",
-    "qwen3_next": "moe_intermediate_size",
-    "gpt_oss": "intermediate_size",
-    "llama4_text": "intermediate_size",
-    "deepseek_v3": "moe_intermediate_size",
-}
-"""Where a config with experts has the rows of their first matrices."""
-
 NUMBERS = (
     "heads", "kv_heads", "head_dim", "num_layers", "tied", "num_experts", "expert_size", "mlp_size",
     "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
@@ -109,115 +86,80 @@ NUMBERS = (
 """The names that rules have for numbers of a config."""
 
 
-def _llama(hidden: int, ffn: int, layers: int, heads: int, vocab: int) -> dict[str, Any]:
+def _config(
+    kind: str, hidden: int, ffn: int, layers: int, heads: int, kv: int, vocab: int, **more: Any
+) -> dict[str, Any]:
     return {
-        "model_type": "llama",
+        "model_type": kind,
         "hidden_size": hidden,
         "intermediate_size": ffn,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": 8,
+        "num_key_value_heads": kv,
         "vocab_size": vocab,
         "torch_dtype": "bfloat16",
+        **more,
     }
 
 
-PRESETS: Mapping[str, Config] = MappingProxyType(
-    {
-        "llama-3-8b": _llama(4096, 14336, 32, 32, 128256),
-        "llama-3-70b": _llama(8192, 28672, 80, 64, 128256),
-        "llama-3.2-1b": _llama(2048, 8192, 16, 32, 128256) | {"tie_word_embeddings": True},
-        "llama-4-scout": {
-            "model_type": "llama4",
-            "text_config": _llama(5120, 8192, 48, 40, 202048)
-            | {
-                "model_type": "llama4_text",
-                "head_dim": 128,
-                "intermediate_size_mlp": 16384,
-                "num_local_experts": 16,
-                "interleave_moe_layer_step": 1,
-            },
+_PRESETS = {
+    "llama-3-8b": _config("llama", 4096, 14336, 32, 32, 8, 128256),
+    "llama-3-70b": _config("llama", 8192, 28672, 80, 64, 8, 128256),
+    "llama-3.2-1b": _config("llama", 2048, 8192, 16, 32, 8, 128256, tie_word_embeddings=True),
+    "llama-4-scout": {
+        "model_type": "llama4",
+        "text_config": _config(
+            "llama4_text", 5120, 8192, 48, 40, 8, 202048, head_dim=128, intermediate_size_mlp=16384,
+            num_local_experts=16, interleave_moe_layer_step=1,
+        ),
+    },
+    "mistral-7b": _config("mistral", 4096, 14336, 32, 32, 8, 32000),
+    "mixtral-8x7b": _config("mixtral", 4096, 14336, 32, 32, 8, 32000, num_local_experts=8),
+    "deepseek-v3": _config(
+        "deepseek_v3", 7168, 18432, 61, 128, 128, 129280, n_routed_experts=256, n_shared_experts=1,
+        moe_intermediate_size=2048, first_k_dense_replace=3, q_lora_rank=1536, kv_lora_rank=512,
+        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+    ),
+    "gpt-oss-20b": _config(
+        "gpt_oss", 2880, 2880, 24, 64, 8, 201088, head_dim=64, num_local_experts=32,
+    ),
+    "gpt-oss-120b": _config(
+        "gpt_oss", 2880, 2880, 36, 64, 8, 201088, head_dim=64, num_local_experts=128,
+    ),
+    "phi-3-mini": _config("phi3", 3072, 8192, 32, 32, 32, 32064),
+    "phi-4": _config("phi3", 5120, 17920, 40, 40, 10, 100352),
+    "qwen2-7b": _config("qwen2", 3584, 18944, 28, 28, 4, 152064),
+    "qwen3-8b": _config("qwen3", 4096, 12288, 36, 32, 8, 151936, head_dim=128),
+    "qwen3-30b-a3b": _config(
+        "qwen3_moe", 2048, 6144, 48, 32, 4, 151936, head_dim=128, num_experts=128,
+        moe_intermediate_size=768,
+    ),
+    "qwen3-next-80b-a3b": _config(
+        "qwen3_next", 2048, 5120, 48, 16, 2, 151936, head_dim=256, num_experts=512,
+        moe_intermediate_size=512, shared_expert_intermediate_size=512, full_attention_interval=4,
+        linear_conv_kernel_dim=4, linear_num_key_heads=16, linear_num_value_heads=32,
+        linear_key_head_dim=128, linear_value_head_dim=128,
+    ),
+    "gemma-2b": _config("gemma", 2048, 16384, 18, 8, 1, 256000, head_dim=256),
+    "gemma-7b": _config("gemma", 3072, 24576, 28, 16, 16, 256000, head_dim=256),
+    "gemma-3-1b": _config("gemma3_text", 1152, 6912, 26, 4, 1, 262144, head_dim=256),
+    "gemma-3-4b": {
+        "model_type": "gemma3",
+        "torch_dtype": "bfloat16",
+        "text_config": {
+            "model_type": "gemma3_text",
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 34,
         },
-        "mistral-7b": _llama(4096, 14336, 32, 32, 32000) | {"model_type": "mistral"},
-        "mixtral-8x7b": _llama(4096, 14336, 32, 32, 32000)
-        | {"model_type": "mixtral", "num_local_experts": 8},
-        "deepseek-v3": _llama(7168, 18432, 61, 128, 129280)
-        | {
-            "model_type": "deepseek_v3",
-            "num_key_value_heads": 128,
-            "n_routed_experts": 256,
-            "n_shared_experts": 1,
-            "moe_intermediate_size": 2048,
-            "first_k_dense_replace": 3,
-            "q_lora_rank": 1536,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-        },
-        "gpt-oss-20b": _llama(2880, 2880, 24, 64, 201088)
-        | {"model_type": "gpt_oss", "head_dim": 64, "num_local_experts": 32},
-        "gpt-oss-120b": _llama(2880, 2880, 36, 64, 201088)
-        | {"model_type": "gpt_oss", "head_dim": 64, "num_local_experts": 128},
-        "phi-3-mini": _llama(3072, 8192, 32, 32, 32064)
-        | {"model_type": "phi3", "num_key_value_heads": 32},
-        "phi-4": _llama(5120, 17920, 40, 40, 100352)
-        | {"model_type": "phi3", "num_key_value_heads": 10},
-        "qwen2-7b": _llama(3584, 18944, 28, 28, 152064)
-        | {"model_type": "qwen2", "num_key_value_heads": 4},
-        "qwen3-8b": _llama(4096, 12288, 36, 32, 151936) | {"model_type": "qwen3", "head_dim": 128},
-        "qwen3-30b-a3b": _llama(2048, 6144, 48, 32, 151936)
-        | {
-            "model_type": "qwen3_moe",
-            "head_dim": 128,
-            "num_key_value_heads": 4,
-            "num_experts": 128,
-            "moe_intermediate_size": 768,
-        },
-        "qwen3-next-80b-a3b": _llama(2048, 5120, 48, 16, 151936)
-        | {
-            "model_type": "qwen3_next",
-            "head_dim": 256,
-            "num_key_value_heads": 2,
-            "num_experts": 512,
-            "moe_intermediate_size": 512,
-            "shared_expert_intermediate_size": 512,
-            "full_attention_interval": 4,
-            "linear_conv_kernel_dim": 4,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 32,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-        },
-        "gemma-2b": _llama(2048, 16384, 18, 8, 256000)
-        | {"model_type": "gemma", "head_dim": 256, "num_key_value_heads": 1},
-        "gemma-7b": _llama(3072, 24576, 28, 16, 256000)
-        | {"model_type": "gemma", "head_dim": 256, "num_key_value_heads": 16},
-        "gemma-3-1b": _llama(1152, 6912, 26, 4, 262144)
-        | {"model_type": "gemma3_text", "head_dim": 256, "num_key_value_heads": 1},
-        "gemma-3-4b": {
-            "model_type": "gemma3",
-            "text_config": {
-                "model_type": "gemma3_text",
-                "hidden_size": 2560,
-                "intermediate_size": 10240,
-                "num_hidden_layers": 34,
-            },
-            "torch_dtype": "bfloat16",
-        },
-        "gpt-neox-20b": _llama(6144, 24576, 44, 64, 50432)
-        | {"model_type": "gpt_neox", "num_key_value_heads": 64, "torch_dtype": "float16"},
-        "bert-base": _llama(768, 3072, 12, 12, 30522)
-        | {
-            "model_type": "bert",
-            "num_key_value_heads": 12,
-            "max_position_embeddings": 512,
-            "type_vocab_size": 2,
-            "torch_dtype": "float32",
-        },
-    }
-)
-"""The configs of some published models."""
+    },
+    "gpt-neox-20b": _config("gpt_neox", 6144, 24576, 44, 64, 64, 50432, torch_dtype="float16"),
+    "bert-base": _config(
+        "bert", 768, 3072, 12, 12, 12, 30522, max_position_embeddings=512, type_vocab_size=2,
+        torch_dtype="float32",
+    ),
+}  # fmt: skip
+PRESETS: Mapping[str, Config] = MappingProxyType(_PRESETS)  # the configs of some published models
 
 
 def preset(name: str) -> Config:
@@ -239,12 +181,12 @@ def family_of(config: Config) -> str:
     'qwen3_moe'
     """
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in _FAMILIES:
+    if not isinstance(model_type, str) or model_type not in _TYPES:
         raise RulesError(
             f"a config of model_type {str(model_type)[:60]!r} is not known: the types are "
-            f"{', '.join(_FAMILIES)}; write a rules file for others"
+            f"{', '.join(_TYPES)}; write a rules file for others"
         )
-    return _FAMILIES[model_type]
+    return _TYPES[model_type].family
 
 
 def text_config(config: Config) -> Config:
@@ -263,7 +205,7 @@ def text_config(config: Config) -> Config:
         outer = {key: config[key] for key in _OUTER if config.get(key) is not None}
         config = {**outer, **own, "model_type": kind}
     given = {key: value for key, value in config.items() if value is not None}
-    return {**_DEFAULTS.get(kind, {}), **given}
+    return {**(_TYPES[kind].defaults if kind in _TYPES else {}), **given}
 
 
 def numbers_of(config: Config, names: Collection[str] = NUMBERS) -> dict[str, int]:
@@ -284,10 +226,10 @@ def numbers_of(config: Config, names: Collection[str] = NUMBERS) -> dict[str, in
 
 def _number_of(config: Config, name: str) -> int | None:
     """One number of a config; None where the config does not give it."""
-    kind = str(config.get("model_type"))
+    kind = _TYPES.get(str(config.get("model_type")))
     match name:
         case "kv_heads":
-            default = _number_of(config, "heads") if kind in _FAMILIES else None
+            default = _number_of(config, "heads") if kind else None
             return _optional(config, "num_key_value_heads", default)
         case "head_dim":
             heads = _optional(config, "num_attention_heads")
@@ -295,7 +237,7 @@ def _number_of(config: Config, name: str) -> int | None:
             even = hidden // heads if hidden and heads and hidden % heads == 0 else None
             return _optional(config, "head_dim", even)
         case "expert_size":
-            return _optional(config, _EXPERT_SIZE[kind]) if kind in _EXPERT_SIZE else None
+            return _optional(config, kind.expert_size) if kind and kind.expert_size else None
         case "linear_group":
             keys = _optional(config, "linear_num_key_heads")
             values = _optional(config, "linear_num_value_heads")
@@ -303,7 +245,7 @@ def _number_of(config: Config, name: str) -> int | None:
         case "tied":
             tied = config.get("tie_word_embeddings")
             if tied is None:
-                return int(kind in _TIED) if kind in _FAMILIES else None
+                return int(kind.tied) if kind else None
             return int(bool(tied))
     present = (key for key in _KEYS[name] if config.get(key) is not None)
     return _optional(config, next(present, _KEYS[name][0]))
@@ -314,9 +256,10 @@ def complete_numbers(config: Config) -> dict[str, int]:
     for key in ("num_attention_heads", "hidden_size", "num_hidden_layers"):
         number(config, key)
     numbers, kind = numbers_of(config), config["model_type"]
-    if kind in _EXPERT_SIZE:
+    size_key = _TYPES[kind].expert_size
+    if size_key:
         number(numbers, "num_experts")
-        number(config, _EXPERT_SIZE[kind])
+        number(config, size_key)
     if "head_dim" not in numbers and kind != "deepseek_v3":
         raise RulesError(
             f'"hidden_size" in the config is {config["hidden_size"]} and "num_attention_heads" is '

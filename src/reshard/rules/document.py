@@ -27,17 +27,6 @@ from reshard.rules.configs import NUMBERS
 from reshard.rules.language import Pattern, Place, Template, parse_places
 from reshard.text import quoted
 
-__all__ = [
-    "MAX_BYTES",
-    "Document",
-    "Factor",
-    "Rule",
-    "families",
-    "located",
-    "read",
-    "read_family",
-]
-
 MAX_BYTES = 1 << 20
 MAX_RULES = 10_000
 _KEYS = ("extends", "mesh", "axes", "fsdp", "replicate", "model", "factor", "tensors", "names")
@@ -46,13 +35,9 @@ _FOLDER = resources.files("reshard.rules") / "families"
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One line of ``[tensors]``."""
-
     pattern: Pattern
-    layout: Template | None
-    """How matching tensors are cut; None leaves that to other rules."""
-    on: tuple[Place, ...] | None
-    """Where matching tensors live; None leaves that to other rules, empty means everywhere."""
+    layout: Template | None  # how matching tensors are cut; None leaves that to other rules
+    on: tuple[Place, ...] | None  # where they live; None: by other rules, empty: everywhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,27 +54,16 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A rules file, read and checked."""
-
-    axes: tuple[str, ...] = ()
-    """The axes its layouts may name."""
-    mesh: Mesh | None = None
-    """The mesh to use where the caller names none."""
-    fsdp: tuple[str, ...] = ()
-    """The axes that cut dim 0 of everything further."""
-    replicate: tuple[str, ...] = ()
-    """The axes along which tensors are replicated on purpose."""
-    requested: tuple[str, ...] = ()
-    """The axes that the caller, not the file, named as one of these two: a mesh must have them."""
-    model: Mapping[str, int | None] = field(default_factory=dict)
-    """Numbers of the model; None where one has to be given."""
-    counts: Mapping[str, str] = field(default_factory=dict)
-    """Numbers that can be counted: one more than the largest index of that name."""
+    axes: tuple[str, ...] = ()  # the axes its layouts may name
+    mesh: Mesh | None = None  # the mesh to use where the caller names none
+    fsdp: tuple[str, ...] = ()  # the axes that cut dim 0 of everything further
+    replicate: tuple[str, ...] = ()  # the axes along which tensors are replicated on purpose
+    requested: tuple[str, ...] = ()  # those that the caller named; a mesh must have them
+    model: Mapping[str, int | None] = field(default_factory=dict)  # None: has to be given
+    counts: Mapping[str, str] = field(default_factory=dict)  # one more than the largest index
     factors: tuple[Factor, ...] = ()
-    rules: tuple[Rule, ...] = ()
-    """The most specific first."""
-    names: Mapping[str, Any] = field(default_factory=dict)
-    """Tensors that have other names elsewhere, or are joined there; as written."""
+    rules: tuple[Rule, ...] = ()  # the most specific first
+    names: Mapping[str, Any] = field(default_factory=dict)  # renamed or joined; as written
 
     def extended(self, own: Document) -> Document:
         """This document with what another one adds or says differently."""
@@ -108,40 +82,35 @@ class Document:
             names={**self.names, **own.names},
         )
 
-    def with_numbers(self, numbers: Mapping[str, int]) -> Document:
-        """This document with other numbers; a number it does not know is an error."""
+    def given(
+        self, numbers: Mapping[str, int], fsdp: str | None = None, replicate: str | None = None
+    ) -> Document:
+        """This document with other numbers, and with dim 0 of everything cut further by the axes of
+        ``fsdp``; along those of ``replicate``, which layouts need not know, replicas are meant."""
         for name, value in numbers.items():
             if name not in self.model:
                 known = ", ".join(self.model) or "none"
                 raise RulesError(f"there is no number {quoted(name)}: the numbers are {known}")
             if not isinstance(value, int) or value < 0:
                 raise RulesError(f"{name}={value!r} is not a whole number of at least 0")
-        given = {name: int(value) for name, value in numbers.items()}
-        return replace(self, model={**self.model, **given})
-
-    def with_fsdp(self, axes: str) -> Document:
-        """This document with dim 0 of everything cut further by these axes."""
-        for axis in _text(axes, "fsdp=").split():
-            if axis not in self.axes:
-                known = ", ".join(self.axes) or "none"
-                raise RulesError(
-                    f"fsdp={quoted(axes)} names no axis of the rules: they are {known}"
-                )
-        named = tuple(axes.split())
-        return replace(self, fsdp=named, requested=(*self.requested, *named))
-
-    def with_replicate(self, axes: str) -> Document:
-        """This document with replicas along these axes meant, whether its layouts know them or not.
-
-        An axis cannot be asked to cut and to replicate at once.
-        """
-        named = tuple(_text(axes, "replicate=").split())
-        twice = next((axis for axis in named if axis in self.fsdp), None)
+        cutting = () if fsdp is None else tuple(_text(fsdp, "fsdp=").split())
+        if not {*cutting} <= {*self.axes}:
+            known = ", ".join(self.axes) or "none"
+            raise RulesError(f"fsdp={quoted(fsdp)} names no axis of the rules: they are {known}")
+        copying = () if replicate is None else tuple(_text(replicate, "replicate=").split())
+        cut_by = self.fsdp if fsdp is None else cutting
+        twice = next((axis for axis in copying if axis in cut_by), None)
         if twice is not None:
             raise RulesError(
                 f"axis {quoted(twice)} is named by fsdp and by replicate: leave one out"
             )
-        return replace(self, replicate=named, requested=(*self.requested, *named))
+        return replace(
+            self,
+            model={**self.model, **{name: int(value) for name, value in numbers.items()}},
+            fsdp=cut_by,
+            replicate=self.replicate if replicate is None else copying,
+            requested=(*self.requested, *cutting, *copying),
+        )
 
     def sizes(self, mesh: Mesh) -> dict[str, int]:
         """The sizes of all axes as formulas name them; 1 for axes the mesh lacks."""
@@ -160,14 +129,12 @@ def located(where: str) -> Iterator[None]:
 
 @cache
 def families() -> tuple[str, ...]:
-    """The names of the shipped rules."""
     found = (entry.name for entry in _FOLDER.iterdir())
     return tuple(sorted(name.removesuffix(".toml") for name in found if name.endswith(".toml")))
 
 
 @cache
 def read_family(name: str) -> Document:
-    """The shipped rules of a family."""
     with located(f"rules {quoted(name)}"):
         return read((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
 
@@ -175,9 +142,6 @@ def read_family(name: str) -> Document:
 def read(text: str) -> Document:
     """The document a TOML text describes, with that of the family it extends underneath."""
     data = _load(text)
-    for key in data:
-        if key not in _KEYS:
-            raise RulesError(f"key {quoted(key)} is not known: the keys are {', '.join(_KEYS)}")
     base, mesh = Document(), None
     if data.get("extends") is not None:
         family = _text(data["extends"], 'key "extends"')
@@ -203,7 +167,11 @@ def read(text: str) -> Document:
     )
     document = base.extended(own)
     _check(document)
-    known = {*base.model, *NUMBERS, *_used_numbers(document)}
+    used = {factor.at_most for factor in document.factors}
+    for rule in document.rules:
+        used |= rule.layout.names() if rule.layout else set()
+        used |= {name for place in rule.on or () for name in place.names}
+    known = {*base.model, *NUMBERS, *(used & document.model.keys())}
     for name in own.model:
         near = difflib.get_close_matches(name, known, n=1)
         if name not in known and near:
@@ -211,24 +179,19 @@ def read(text: str) -> Document:
     return document
 
 
-def _used_numbers(document: Document) -> set[str]:
-    """The numbers that some layout, place or factor of a document needs."""
-    used = {factor.at_most for factor in document.factors}
-    for rule in document.rules:
-        used |= rule.layout.names() if rule.layout else set()
-        used |= {name for place in rule.on or () for name in place.names}
-    return used & document.model.keys()
-
-
 def _load(text: str) -> dict[str, Any]:
     if len(text) > MAX_BYTES:
         raise RulesError(f"{len(text)} characters are too many: a rules file has <= {MAX_BYTES}")
     try:
-        return tomllib.loads(text)
+        data = tomllib.loads(text)
     except RecursionError:
         raise RulesError("the TOML is nested too deep: use the keys of the docs") from None
     except ValueError as error:
         raise RulesError(f"this is not TOML: {' '.join(str(error)[:200].split())}") from None
+    for key in data:
+        if key not in _KEYS:
+            raise RulesError(f"key {quoted(key)} is not known: the keys are {', '.join(_KEYS)}")
+    return data
 
 
 def _table(data: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -270,58 +233,49 @@ def _model(table: Mapping[str, Any]) -> tuple[dict[str, int | None], dict[str, s
 def _factor(axis: str, value: Any) -> Factor:
     match value:
         case {"into": [str(first), str(second)], "at_most": str(number), **other}:
-            readers = other.pop("read_by", None)
-            if not other and isinstance(readers, str | None):
-                return Factor(axis, (first, second), number, readers)
-    raise _wrong(
-        f"[factor] {quoted(axis)}", value, '{ into = ["kv", "rep"], at_most = "kv_heads" }'
-    )
+            read_by = other.pop("read_by", None)
+            if not other and isinstance(read_by, str | None):
+                return Factor(axis, (first, second), number, read_by)
+    expected = '{ into = ["kv", "rep"], at_most = "kv_heads" }'
+    raise _wrong(f"[factor] {quoted(axis)}", value, expected)
 
 
 def _rule(key: str, value: Any) -> Rule:
     where = f"[tensors] {quoted(key)}"
+    table = {"layout": value} if isinstance(value, str) else value
+    is_rule = isinstance(table, dict) and table and set(table) <= {"layout", "on"}
+    if not is_rule or not all(isinstance(text, str) for text in table.values()):
+        raise _wrong(where, value, 'a layout, or { layout = "...", on = "pp = i // 20" }')
     with located(where):
-        pattern = Pattern.parse(key)
-        match value:
-            case str(layout):
-                return Rule(pattern, Template.parse(layout), None)
-            case {"layout": str(layout), "on": str(on), **other} if not other:
-                return Rule(pattern, Template.parse(layout), parse_places(on))
-            case {"layout": str(layout), **other} if not other:
-                return Rule(pattern, Template.parse(layout), None)
-            case {"on": str(on), **other} if not other:
-                return Rule(pattern, None, parse_places(on))
-    raise _wrong(where, value, 'a layout, or { layout = "...", on = "pp = i // 20" }')
+        pattern, layout, on = Pattern.parse(key), table.get("layout"), table.get("on")
+        template = None if layout is None else Template.parse(layout)
+        return Rule(pattern, template, None if on is None else parse_places(on))
 
 
 def _check(document: Document) -> None:
     """Every axis and every name that is used is declared; a misspelt one must not vanish."""
-    _known('key "fsdp": axis', document.fsdp, document.axes)
+    axes = document.axes
+    _known('key "fsdp": axis', document.fsdp, axes)
     for factor in document.factors:
-        _known("[factor] axis", (factor.axis, *factor.into), document.axes)
+        _known("[factor] axis", (factor.axis, *factor.into), axes)
         for number in filter(None, (factor.at_most, factor.read_by)):
             if number not in document.model:
                 raise RulesError(f"[factor] {factor.axis}: [model] has no {quoted(number)}")
+    numbers = {*document.model, *(f"{axis}_size" for axis in axes)}
     for rule in document.rules:
         with located(f"[tensors] {quoted(rule.pattern.text)}"):
-            _check_rule(rule, document)
+            for capture in rule.pattern.captures:
+                if capture in numbers:
+                    raise RulesError(f"{{{capture}}} is also a number: give the index another name")
+            if rule.layout:
+                _check_numbers(rule.layout.names(), numbers)
+                _known("axis", sorted(parse(rule.layout.sample()).axes), axes)
+            for place in rule.on or ():
+                _known("axis", [place.axis], axes)
+                _check_numbers(place.names, numbers | set(rule.pattern.captures))
 
 
-def _check_rule(rule: Rule, document: Document) -> None:
-    axes = document.axes
-    numbers = {*document.model, *(f"{axis}_size" for axis in axes)}
-    for capture in rule.pattern.captures:
-        if capture in numbers:
-            raise RulesError(f"{{{capture}}} is also a number: give the index another name")
-    if rule.layout:
-        _names(rule.layout.names(), numbers)
-        _known("axis", sorted(parse(rule.layout.sample()).axes), axes)
-    for place in rule.on or ():
-        _known("axis", [place.axis], axes)
-        _names(place.names, numbers | set(rule.pattern.captures))
-
-
-def _names(used: set[str], known: set[str]) -> None:
+def _check_numbers(used: set[str], known: set[str]) -> None:
     for name in sorted(used - known):
         raise RulesError(
             f"{quoted(name)} is not a number: it knows {', '.join(sorted(known)) or 'none'}"

@@ -51,10 +51,6 @@ from typing import NoReturn
 from reshard.errors import RulesError
 from reshard.text import quoted
 
-__all__ = [
-    "INDEX", "Formula", "Pattern", "Place", "Template", "matches", "matching", "parse_places",
-]  # fmt: skip
-
 MAX_PATTERN = 512
 MAX_FORMULA = 256
 MAX_DEPTH = 16
@@ -86,14 +82,10 @@ _SIGNS = {sign for sign, _ in _OPERATORS.values()}
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """One name pattern of a rules file."""
-
     text: str
-    captures: tuple[str, ...]
-    """The names of the captured integers, in order."""
+    captures: tuple[str, ...]  # the names of the captured integers, in order
     regex: re.Pattern[str] = field(compare=False, repr=False)
-    rank: tuple[int, int, int] = field(compare=False, repr=False)
-    """How specific the pattern is; larger wins."""
+    rank: tuple[int, int, int] = field(compare=False, repr=False)  # how specific it is
 
     @classmethod
     def parse(cls, text: str) -> Pattern:
@@ -102,7 +94,7 @@ class Pattern:
             raise RulesError(f"a pattern has {len(text)} characters: 1 to {MAX_PATTERN} work")
         pieces = re.sub(r"\*+", "*", text)
         words = [piece for piece in _WILD.split(pieces) if piece]
-        captures = tuple(_captures(text, words))
+        captures = _captures(text, words)
         literal = sum(len(word) for word in words if not _WILD.match(word))
         rank = (literal, -words.count("*"), -len(captures))
         return cls(text, captures, re.compile(_regex(words), re.ASCII | re.DOTALL), rank)
@@ -134,6 +126,9 @@ def matches(pattern: str, name: str) -> bool:
     return name == pattern or _parsed(pattern).regex.match(name) is not None
 
 
+_parsed = lru_cache(maxsize=1024)(Pattern.parse)
+
+
 def matching(pattern: str, names: Iterable[str]) -> list[str]:
     """The names that a pattern matches; wildcards of the shell raise an error with our spelling."""
     names = list(names)
@@ -146,12 +141,7 @@ def matching(pattern: str, names: Iterable[str]) -> list[str]:
     return found
 
 
-@lru_cache(maxsize=1024)
-def _parsed(text: str) -> Pattern:
-    return Pattern.parse(text)
-
-
-def _captures(text: str, words: list[str]) -> list[str]:
+def _captures(text: str, words: list[str]) -> tuple[str, ...]:
     """The names in braces; each stands for a whole part of the name."""
     captures: list[str] = []
     for at, word in enumerate(words):
@@ -167,7 +157,7 @@ def _captures(text: str, words: list[str]) -> list[str]:
         if name[1] in captures:
             raise RulesError(f'{word} appears twice in pattern "{text}": give each its own name')
         captures.append(name[1])
-    return captures
+    return tuple(captures)
 
 
 def _regex(words: list[str]) -> str:
@@ -194,18 +184,14 @@ class Formula:
     """A formula over numbers of the model, captured indices and sizes of axes."""
 
     text: str
-    names: frozenset[str]
-    """The names it uses."""
+    names: frozenset[str]  # the names it uses
     tree: ast.expr = field(compare=False, repr=False)
 
     @classmethod
-    def parse(cls, text: str) -> Formula:
-        """Read one formula."""
-        return cls._of(text, _tokens(text))
-
-    @classmethod
-    def _of(cls, text: str, tokens: Sequence[str]) -> Formula:
-        _check(text, tokens)
+    def parse(cls, text: str, within: str | None = None) -> Formula:
+        """Read one formula; errors quote the text that it is within."""
+        tokens = _tokens(text)
+        _check(within or text, tokens)
         names = frozenset(token for token in tokens if _NAME.match(token))
         # A prefix keeps names apart from Python's keywords; int() drops leading zeros.
         python = (f"_{t}" if t in names else str(int(t)) if t.isdigit() else t for t in tokens)
@@ -225,7 +211,6 @@ class Place:
 
     @property
     def names(self) -> set[str]:
-        """The names its formulas use."""
         return {name for formula in self.at for name in formula.names}
 
 
@@ -246,7 +231,7 @@ def parse_places(text: str) -> tuple[Place, ...]:
             _fail(text, [axis], "an axis name")
         if axis in places:
             raise RulesError(f'on = "{text}" places axis "{axis}" twice: join them with a comma')
-        places[axis] = Place(axis, tuple(Formula._of(text, _tokens(part)) for part in formulas))
+        places[axis] = Place(axis, tuple(Formula.parse(part, text) for part in formulas))
     return tuple(places.values())
 
 
@@ -314,7 +299,6 @@ class Template:
 
     @classmethod
     def parse(cls, text: str) -> Template:
-        """Find the formulas of a layout text."""
         if len(text) > MAX_LAYOUT:
             raise RulesError(f"a layout of {len(text)} characters: at most {MAX_LAYOUT} work")
         parts: list[str | Formula] = []
@@ -326,7 +310,6 @@ class Template:
         return cls(text, (*parts, text[at:]))
 
     def names(self) -> set[str]:
-        """The names its formulas use."""
         return {name for part in self.parts if not isinstance(part, str) for name in part.names}
 
     def sample(self) -> str:
@@ -334,7 +317,6 @@ class Template:
         return "".join(part if isinstance(part, str) else "1" for part in self.parts)
 
     def fill(self, numbers: Mapping[str, int]) -> str:
-        """The layout text for these numbers."""
         return "".join(
             part if isinstance(part, str) else str(part.value(numbers)) for part in self.parts
         )

@@ -41,9 +41,7 @@ __all__ = [
 
 Shape: TypeAlias = tuple[int, ...]
 Named: TypeAlias = Iterator[tuple[str, Shape]]
-Tensors: TypeAlias = dict[str, tuple[Shape, str]]
-"""{name: (shape, dtype)}"""
-
+Tensors: TypeAlias = dict[str, tuple[Shape, str]]  # {name: (shape, dtype)}
 MAX_TENSORS = 10_000_000
 
 
@@ -174,10 +172,6 @@ def _fused_dense(config: Config, numbers: Mapping[str, int], layer: str, index: 
     hidden, ffn = number(config, "hidden_size"), number(config, "intermediate_size")
     yield f"{layer}.mlp.gate_up_proj.weight", (2 * ffn, hidden)
     yield f"{layer}.mlp.down_proj.weight", (hidden, ffn)
-
-
-def _mixtral(config: Config, numbers: Mapping[str, int], layer: str, index: int) -> Named:
-    yield from _experts(config, numbers, f"{layer}.block_sparse_moe", ("w1", "w3", "w2"))
 
 
 def _qwen_experts(config: Config, numbers: Mapping[str, int], layer: str, index: int) -> Named:
@@ -314,7 +308,9 @@ _ATTENTION: Mapping[str, _Part] = {
 }
 _FEED_FORWARD: Mapping[str, _Part] = {
     "phi3": _fused_dense,
-    "mixtral": _mixtral,
+    "mixtral": lambda config, numbers, layer, _: _experts(
+        config, numbers, f"{layer}.block_sparse_moe", ("w1", "w3", "w2")
+    ),
     "qwen3_moe": _qwen_experts,
     "qwen3_next": _qwen_experts,
     "deepseek_v3": _deepseek,

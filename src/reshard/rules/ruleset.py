@@ -39,15 +39,12 @@ from reshard.rules.table import (
 )
 from reshard.text import quoted
 
-__all__ = ["Rules"]
-
 
 @dataclass(frozen=True)
 class Rules:
     """Name patterns with a layout each, and the numbers of the model they need."""
 
-    source: str
-    """What errors call these rules: a family, a file, or the text itself."""
+    source: str  # what errors call these rules: a family, a file, or the text itself
     document: Document = field(repr=False)
     _tables: dict[Mesh, Table] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -120,11 +117,9 @@ class Rules:
         8
         """
         with located(self.source):
-            document = self.document.with_numbers(numbers or {})
+            document = self.document.given(numbers or {}, fsdp, replicate)
             unknown = [name for name, number in document.model.items() if number is None]
-            document = document.with_numbers(numbers_of(config or {}, unknown))
-            document = document if fsdp is None else document.with_fsdp(fsdp)
-            document = document if replicate is None else document.with_replicate(replicate)
+            document = document.given(numbers_of(config or {}, unknown))
         return Rules(self.source, document)
 
     @classmethod
@@ -181,12 +176,20 @@ class Rules:
             table = self._table(mesh)
             shapes = names if isinstance(names, Mapping) else None
             dims = {name: None if shapes is None else len(shapes[name]) for name in names}
-            try:
-                found = {name: table.layout(name, number) for name, number in dims.items()}
-            except UnmatchedError as error:
-                missing = sum(not table.matches(name) for name in dims)
+            found: dict[str, Layout] = {}
+            unmatched: list[UnmatchedError] = []
+            for name, number in dims.items():
+                try:
+                    found[name] = table.layout(name, number)
+                except UnmatchedError as error:
+                    unmatched.append(error)
+                except RulesError:
+                    if not unmatched:
+                        raise
+            if unmatched:
+                missing = len(unmatched)
                 others = f" ({missing} names match no rule)" if missing > 1 else ""
-                raise RulesError(f"{error}{others}") from None
+                raise RulesError(f"{unmatched[0]}{others}")
         self.check_axes(found.values(), mesh)
         return found
 
@@ -269,8 +272,8 @@ class Rules:
         names, found = list(names), dict[str, int]()
         for key, index in self.document.counts.items():
             patterns = [rule.pattern for rule in self.document.rules]
-            patterns = [pattern for pattern in patterns if index in pattern.captures]
-            matches = (pattern.regex.match(name) for name in names for pattern in patterns)
+            counting = [one.regex for one in patterns if index in one.captures]
+            matches = (regex.match(name) for name in names for regex in counting)
             largest = max((int(match[index]) for match in matches if match), default=-1)
             if self.document.model[key] is None and largest >= 0:
                 found[key] = largest + 1
@@ -284,10 +287,9 @@ class Rules:
 
     def _table(self, mesh: Mesh | str | None) -> Table:
         mesh = self._mesh_or_own(mesh)
-        table = self._tables.get(mesh)
-        if table is None:
-            table = self._tables[mesh] = Table(self.document, self.mesh_for(mesh))
-        return table
+        if mesh not in self._tables:
+            self._tables[mesh] = Table(self.document, self.mesh_for(mesh))
+        return self._tables[mesh]
 
 
 def _check_readers(document: Document, factor: Factor, size: int) -> None:

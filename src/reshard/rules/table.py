@@ -15,11 +15,10 @@ of the integers it uses, and equal layouts are one object.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
-from operator import itemgetter
 
 from reshard.errors import RulesError
 from reshard.layout.columns import sized_cache
@@ -31,15 +30,6 @@ from reshard.rules.document import Document, Rule, located
 from reshard.rules.language import INDEX, Place
 from reshard.text import and_more, count, quoted
 
-__all__ = [
-    "Table",
-    "UnmatchedError",
-    "check_axes",
-    "factored_axes",
-    "idle_ranks",
-    "rule_axes",
-]
-
 
 class UnmatchedError(RulesError):
     """No rule gives a layout to a name."""
@@ -50,10 +40,7 @@ class Spot:
     """Where ``on`` puts tensors along one axis, by the integers in their names."""
 
     place: Place
-    ordinals: Mapping[str, int]
-    """Which integer of the name each captured index is."""
-    pick: Callable[[Sequence[str]], object]
-    """These integers of all those in a name."""
+    ordinals: Mapping[str, int]  # which integer of the name each captured index is
     known: dict[object, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -68,8 +55,6 @@ class Entry:
 
 
 class Table:
-    """Gives layouts to names; made once per rules and mesh."""
-
     def __init__(self, document: Document, mesh: Mesh) -> None:
         self._document = document
         self._mesh = mesh
@@ -89,23 +74,13 @@ class Table:
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = self._entry(name, num_dims)
-        at = tuple(
-            [
-                spot.known.get(spot.pick(indices)) or self._coords(spot, name, indices)
-                for spot in entry.spots
-            ]
-        )
-        return entry.layouts.get(at) or self._placed(entry, name, at)
-
-    def matches(self, name: str) -> bool:
-        """Whether some rule gives a layout to a name, right or wrong."""
-        try:
-            self.layout(name, None)
-        except UnmatchedError:
-            return False
-        except RulesError:
-            pass
-        return True
+        at = tuple([self._coords(spot, name, indices) for spot in entry.spots])
+        if at not in entry.layouts:
+            on = tuple((spot.place.axis, c) for spot, c in zip(entry.spots, at, strict=True))
+            with located(f"tensor {quoted(name)}, {entry.where}"):
+                words = replace(entry.words, on=on) if on else entry.words
+                entry.layouts[at] = _shared(self._mesh, str(words))
+        return entry.layouts[at]
 
     @cached_property
     def _axes(self) -> set[str]:
@@ -121,8 +96,8 @@ class Table:
         return axes
 
     def _entry(self, name: str, num_dims: int | None) -> Entry:
-        found = self._best(name, [rule for rule in self._document.rules if rule.layout])
-        if found is None:
+        rule, _ = self._best(name, [rule for rule in self._document.rules if rule.layout])
+        if rule is None:
             texts = [rule.pattern.text for rule in self._document.rules if rule.layout]
             near = difflib.get_close_matches(name, texts, n=3, cutoff=0.3)
             raise UnmatchedError(
@@ -130,31 +105,38 @@ class Table:
                 f"{', '.join(map(quoted, near)) or 'none'}): "
                 'add a rule for it, or "*" = "..." to keep all others whole'
             )
-        rule = found[0]
         where = f"tensor {quoted(name)}, rule {quoted(rule.pattern.text)}"
         with located(where):
             words = self._words(rule, num_dims)
-            spots = () if words.on else self._spots(name)
+            spots = list[Spot]()
+            order = [match.start() for match in INDEX.finditer(f".{name}")]
+            placing = [one for one in self._document.rules if one.on is not None and not words.on]
+            placing_rule, starts = self._best(name, placing)
+            for place in (placing_rule.on if placing_rule else None) or ():
+                used = sorted(place.names & set(starts))
+                if place.axis in self._mesh.axes:
+                    spots.append(Spot(place, {at: order.index(starts[at]) for at in used}))
             words = keep_axes(words, self._axes)
             placed = {spot.place.axis for spot in spots}
             further = [a for a in self._document.fsdp if a in self._mesh.axes and a not in placed]
             words = shard_first_dim(words, further, num_dims=num_dims)
-        return Entry(f"rule {quoted(rule.pattern.text)}", words, spots)
+        return Entry(f"rule {quoted(rule.pattern.text)}", words, tuple(spots))
 
-    def _best(self, name: str, rules: Iterable[Rule]) -> tuple[Rule, dict[str, int]] | None:
+    def _best(self, name: str, rules: Iterable[Rule]) -> tuple[Rule | None, dict[str, int]]:
         """The most specific rule that matches; two that are equally specific are an error."""
-        best: tuple[Rule, dict[str, int]] | None = None
+        best, found = None, dict[str, int]()
         for rule in rules:
-            if best and rule.pattern.rank < best[0].pattern.rank:
+            if best and rule.pattern.rank < best.pattern.rank:
                 break
             starts = rule.pattern.match(name)
             if best and starts is not None:
                 raise RulesError(
-                    f"{quoted(best[0].pattern.text)} and {quoted(rule.pattern.text)} match "
+                    f"{quoted(best.pattern.text)} and {quoted(rule.pattern.text)} match "
                     f"{quoted(name)} and are equally specific: write out more of one of them"
                 )
-            best = (rule, starts) if starts is not None else best
-        return best
+            if starts is not None:
+                best, found = rule, starts
+        return best, found
 
     def _words(self, rule: Rule, num_dims: int | None) -> Words:
         """The words of a rule; a number that is not known may be missing where it cuts nothing.
@@ -198,23 +180,10 @@ class Table:
             numbers[name] = number
         return numbers
 
-    def _spots(self, name: str) -> tuple[Spot, ...]:
-        found = self._best(name, [rule for rule in self._document.rules if rule.on is not None])
-        if found is None:
-            return ()
-        rule, starts = found
-        order = [match.start() for match in INDEX.finditer(f".{name}")]
-        spots = []
-        for place in rule.on or ():
-            used = place.names & set(starts)
-            ordinals = {index: order.index(starts[index]) for index in sorted(used)}
-            if place.axis in self._mesh.axes:
-                pick = itemgetter(*ordinals.values()) if ordinals else lambda _: ()
-                spots.append(Spot(place, ordinals, pick))
-        return tuple(spots)
-
     def _coords(self, spot: Spot, name: str, indices: Sequence[str]) -> tuple[int, ...]:
-        """The coordinates of one tensor along one axis."""
+        key = tuple([indices[k] for k in spot.ordinals.values()])
+        if key in spot.known:
+            return spot.known[key]
         axis, size = spot.place.axis, self._mesh.axes[spot.place.axis]
         own = {index: int(indices[k]) for index, k in spot.ordinals.items()}
         with located(f"tensor {quoted(name)}, on {axis}"):
@@ -227,16 +196,8 @@ class Table:
                         f"{axis}={value} with {given or 'no numbers'}, and mesh {self._mesh} has "
                         f"{axis}=0 to {size - 1}: check these numbers"
                     )
-        spot.known[spot.pick(indices)] = at
+        spot.known[key] = at
         return at
-
-    def _placed(self, entry: Entry, name: str, at: tuple[tuple[int, ...], ...]) -> Layout:
-        on = tuple((spot.place.axis, c) for spot, c in zip(entry.spots, at, strict=True))
-        with located(f"tensor {quoted(name)}, {entry.where}"):
-            words = replace(entry.words, on=on) if on else entry.words
-            layout = _shared(self._mesh, str(words))
-        entry.layouts[at] = layout
-        return layout
 
 
 @sized_cache(16 << 20, lambda layout, *_: layout.num_bytes)
@@ -302,12 +263,9 @@ def factored_axes(document: Document, mesh: Mesh, factored: Mesh) -> Iterator[st
 def idle_ranks(layouts: Mapping[str, Layout], shapes: Mapping[str, Sequence[int]]) -> list[str]:
     """Warnings about ranks that get none of the whole units, such as heads, of some tensors."""
     found: dict[tuple[int, int, tuple[str, ...]], list[str]] = {}
-    known: dict[tuple[Layout, tuple[int, ...]], set[tuple[int, int, tuple[str, ...]]]] = {}
+    idle_of = cache(lambda layout, shape: {*_idle(layout, shape)})
     for name, layout in layouts.items():
-        key = layout, tuple(shapes[name])
-        if key not in known:
-            known[key] = set(_idle(*key))
-        for idle in known[key]:
+        for idle in idle_of(layout, tuple(shapes[name])):
             found.setdefault(idle, []).append(name)
     return [
         f"warning: {idle} of {count} ranks along {', '.join(axes)} hold nothing of "

@@ -28,7 +28,8 @@ from math import prod
 import numpy as np
 
 from reshard.layout.boxlist import Listed, listed_of
-from reshard.layout.grid import Grid, Ints, grids_of
+from reshard.layout.columns import Ints
+from reshard.layout.grid import Grid, grids_of
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.mesh import format_ranks
 

@@ -35,8 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reshard.layout.columns import distinct, distinct_first, numbered
-from reshard.layout.grid import Ints
+from reshard.layout.columns import Ints, distinct, distinct_first, numbered
 from reshard.show.terminal import Line, Span, heat
 
 if TYPE_CHECKING:

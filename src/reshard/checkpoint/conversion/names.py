@@ -23,7 +23,7 @@ from reshard.layout.coverage import missing_boxes
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.layout.spec import TensorSpec
-from reshard.planning.feeds import feeds_of
+from reshard.planning.classes import feeds_of
 from reshard.planning.names import (
     Feed,
     Join,

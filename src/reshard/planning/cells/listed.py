@@ -28,21 +28,18 @@ from reshard.planning.cells.transfers import (
     in_want_coordinates,
     with_inserted,
 )
-from reshard.planning.classes import Addends, Stack, addends_of
+from reshard.planning.classes import Stack, addends_of
 from reshard.planning.sharing import LineSet, repeated
-
-__all__ = ["Home", "HostLines", "ListedGeometry", "Stations", "listed_geometries"]
 
 
 def listed_geometries(stack: Stack) -> list[ListedGeometry]:
     """The listed geometry of a stack, or one per addend that the destination keeps."""
     if stack.have.layout.reduce is None:
-        return [_Builder(stack, _of_addends(stack.have), _of_addends(stack.want), None).build()]
+        return [_Builder(stack, _of_addends(stack.have), _of_addends(stack.want), ()).build()]
     found = []
-    for addends in addends_of(stack):
-        kept = None if addends.want is None else (addends.want,)
-        have, want = _of_addends(stack.have, addends.have), _of_addends(stack.want, kept)
-        found.append(_Builder(stack, have, want, addends).build())
+    for addends, kept in addends_of(stack):
+        want = _of_addends(stack.want, None if kept is None else (kept,))
+        found.append(_Builder(stack, _of_addends(stack.have, addends), want, addends).build())
     return found
 
 
@@ -81,20 +78,13 @@ class ListedGeometry:
     """All cells of a stack and their lines, as columns."""
 
     cells: Cells
-    senders: LineSet
-    """The ranks that share the sending of each line."""
-    receivers: LineSet
-    """The ranks that share each line; those that add up addends, where there are any."""
-    wanting: LineSet
-    """The ranks that want each line; some may hold parts of it."""
-    copies: tuple[Cells, Ints]
-    """Cells that some rank both holds and wants, once per such rank, and these ranks."""
-    wanted: int
-    """Elements of one tensor that ranks want, once per such rank."""
-    kinds: Kinds | None = None
-    """Who holds what it wants; None where addends are added up."""
-    addends: tuple[int, ...] = ()
-    """Which addends of the source these are; none where nothing is added up."""
+    senders: LineSet  # the ranks that share the sending of each line
+    receivers: LineSet  # the ranks that share each line; with addends, those that add up
+    wanting: LineSet  # the ranks that want each line; some may hold parts of it
+    copies: tuple[Cells, Ints]  # cells that a rank both holds and wants, and the rank of each
+    wanted: int  # elements of one tensor that ranks want, once per such rank
+    kinds: Kinds | None = None  # who holds what it wants; None where addends are added up
+    addends: tuple[int, ...] = ()  # of the source; none where nothing is added up
     holders: tuple[Ints, Ints] | None = None
     """With addends: the source box of each cell; and for each such box and each addend the ranks
     that hold it, filled up with -1."""
@@ -102,28 +92,19 @@ class ListedGeometry:
 
     @property
     def num_addends(self) -> int:
-        """How many addends make a value; 1 where nothing is added up."""
         return max(len(self.addends), 1)
 
     def all(self) -> Cells:
-        """All cells that travel."""
         return self.cells
 
     def copied_by(self, rank: int) -> Cells:
-        """The cells that a rank both holds and wants."""
         return self.copies[0].take(np.flatnonzero(self.copies[1] == rank))
 
     def copied_elements(self) -> tuple[Ints, Ints]:
-        """Ranks that hold what they want, and how many elements of it."""
         return self.copies[1], self.copies[0].size
 
     def num_cells(self) -> int:
-        """How many cells there are."""
         return len(self.cells.size)
-
-    def wanted_elements(self) -> int:
-        """Elements of one tensor that ranks want, once per such rank."""
-        return self.wanted
 
     def addend_senders(self, cells: Ints, receivers: Ints, addend: int) -> Ints:
         """Who sends an addend of a cell to a receiver: itself if it holds it, else all in turn."""
@@ -139,12 +120,11 @@ class ListedGeometry:
 class _Builder:
     """Joins the boxes of both sides and puts the cells on lines."""
 
-    def __init__(self, stack: Stack, have: Listed, want: Listed, addends: Addends | None) -> None:
+    def __init__(self, stack: Stack, have: Listed, want: Listed, addends: tuple[int, ...]) -> None:
         self.stack, self.have, self.want = stack, have, want
-        self.addends = addends.have if addends and len(addends.have) > 1 else ()
+        self.addends = addends if len(addends) > 1 else ()
 
     def build(self) -> ListedGeometry:
-        """Everything about a stack, worked out once."""
         cells, have_box = self._cells()
         (have_set, holding), (want_set, wanting) = _lines_of(self.have), _lines_of(self.want)
         cells = replace(
@@ -195,9 +175,8 @@ class _Builder:
         place = {number: at for at, number in enumerate(self.addends)}
         number = np.array([place[addend[rank]] for rank in self.have.holders.tolist()], np.int64)
         box = np.repeat(np.arange(len(self.have.starts)), np.diff(self.have.first))
-        lines, _ = LineSet.sorted(
-            box * num + number, self.have.holders, len(self.have.starts) * num
-        )
+        count = len(self.have.starts) * num
+        lines, _ = LineSet.sorted(box * num + number, self.have.holders, count)
         lost = np.argwhere(lines.counts.reshape(-1, num)[used] == 0)
         if len(lost):
             at = used[lost[0, 0]]
@@ -207,9 +186,8 @@ class _Builder:
                 f"{where}: a lost addend cannot be rebuilt"
             )
         table = np.full((len(lines.counts), lines.counts.max(initial=1)), -1, dtype=np.int64)
-        table[lines.line_of, np.arange(len(lines.members)) - lines.first[lines.line_of]] = (
-            lines.members
-        )
+        column = np.arange(len(lines.members)) - lines.first[lines.line_of]
+        table[lines.line_of, column] = lines.members
         return table.reshape(-1, num, table.shape[1])
 
 
@@ -230,20 +208,17 @@ def _reducing(held: LineSet, wanting: LineSet, wanted: Ints) -> tuple[LineSet, L
     return adding, wanting.take(np.array([want for _, want in lines], dtype=np.int64)), of_kind
 
 
-Home = Callable[[Ints], Ints]
-"""The hosts of ranks."""
+Home = Callable[[Ints], Ints]  # the hosts of ranks
 
 
 @dataclass(frozen=True, eq=False)
 class Stations(LineSet):
     """The ranks of lines, host by host: a station is the ranks of a line on one host."""
 
-    lines: LineSet
-    """The hosts of each line, in the order of the stations."""
+    lines: LineSet  # the hosts of each line, in the order of the stations
 
     @classmethod
     def by_host(cls, lines: LineSet, home: Home) -> Stations:
-        """Group the members of each line by host."""
         line, host = lines.line_of, home(lines.members)
         order = np.lexsort((lines.members, host, line))
         line, host = line[order], host[order]
@@ -259,19 +234,13 @@ class Stations(LineSet):
 class HostLines:
     """Both kinds of lines of a geometry, and the hosts where a line is wanted and held."""
 
-    wanting: Stations
-    """The ranks that want each line."""
-    holding: Stations
-    """The ranks that hold each line of senders."""
+    wanting: Stations  # the ranks that want each line
+    holding: Stations  # the ranks that hold each line of senders
     kinds: Kinds
-    common: LineSet
-    """The hosts that hold and want each kind."""
-    wanted_at: Ints
-    """The station of ranks that want the kind on each of these hosts."""
-    held_at: Ints
-    """The station of ranks that hold it there."""
-    lacking: LineSet
-    """The ranks there that want it and do not hold it."""
+    common: LineSet  # the hosts that hold and want each kind
+    wanted_at: Ints  # the station of ranks that want the kind on each of these hosts
+    held_at: Ints  # the station of ranks that hold it there
+    lacking: LineSet  # the ranks there that want it and do not hold it
 
     @classmethod
     def of(cls, geometry: ListedGeometry, home: Home) -> HostLines | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import product
 from math import prod
 
 import numpy as np
@@ -27,10 +27,7 @@ from reshard.planning.classes import Stack
 from reshard.planning.names import Segments
 from reshard.planning.sharing import LineSet
 
-__all__ = ["RegularGeometry", "regular_geometry"]
-
-MAX_CELLS = 1 << 26
-"""Cells that are worked out at once; more would not fit into memory."""
+MAX_CELLS = 1 << 26  # cells that are worked out at once; more would not fit into memory
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -38,14 +35,10 @@ class _Side:
     """The runs of a dim seen from one side: which part each is of, and what comes before it."""
 
     part: Ints
-    before: Ints
-    """Elements of the same part in earlier runs."""
-    total: Ints
-    """Elements of each part that meet anything."""
-    order: Ints
-    """The runs sorted by part."""
-    first: Ints
-    """Where the runs of each part begin in ``order``; one more entry ends the last."""
+    before: Ints  # elements of the same part in earlier runs
+    total: Ints  # elements of each part that meet anything
+    order: Ints  # the runs sorted by part
+    first: Ints  # where the runs of each part begin in ``order``; one more entry ends the last
 
     @classmethod
     def of(cls, part: Ints, width: Ints, num_parts: int) -> _Side:
@@ -71,8 +64,7 @@ class DimMeet:
     width: Ints
     have: _Side
     want: _Side
-    needed: Ints
-    """Elements of each destination part that the source should provide."""
+    needed: Ints  # elements of each destination part that the source should provide
 
     def common(self, have_part: Ints, want_part: Ints) -> Ints:
         """How many elements pairs of parts have in common."""
@@ -161,20 +153,17 @@ class GridPair:
     def cells(self, have_region: int | None, want_region: int | None) -> Cells:
         """The cells of a region of either side, or all; in rising order of their place."""
         runs = [np.arange(len(dim.width)) for dim in self.dims]
-        if have_region is not None:
-            parts = zip(self.dims, self.have.parts_of(np.array(have_region)), strict=True)
-            runs = [dim.have.runs(part) for dim, part in parts]
-        if want_region is not None:
-            parts = zip(self.dims, self.want.parts_of(np.array(want_region)), strict=True)
-            wanted = [dim.want.runs(part) for dim, part in parts]
-            runs = [
-                some if len(one) == len(dim.width) else one[contained(one, some)]
-                for dim, one, some in zip(self.dims, runs, wanted, strict=True)
-            ]
+        haves, wants = [dim.have for dim in self.dims], [dim.want for dim in self.dims]
+        for grid, region, sides in (self.have, have_region, haves), (self.want, want_region, wants):
+            if region is not None:
+                some = map(_Side.runs, sides, grid.parts_of(np.array(region)))
+                runs = [
+                    one if len(every) == len(side.part) else every[contained(every, one)]
+                    for side, every, one in zip(sides, runs, some, strict=True)
+                ]
         return self._product(runs)
 
     def blocks(self, most: int) -> Iterator[Cells]:
-        """All cells, about so many at a time."""
         runs = [np.arange(len(dim.width)) for dim in self.dims]
         longest = max(range(len(runs)), key=lambda dim: len(runs[dim]), default=0)
         times = max(-(-prod(map(len, runs)) // most), 1)
@@ -247,24 +236,15 @@ def regular_geometry(stack: Stack) -> RegularGeometry | None:
     pairs = pairs_of(stack)
     if pairs is None or not all(map(_is_regular, pairs)):
         return None
-    senders = [_lines(p.have, _outer([dim.have.total for dim in p.dims])) for p in pairs]
+    senders = [_lines(pair.have, _outer([dim.have.total for dim in pair.dims])) for pair in pairs]
     receivers = [_lines(pair.want, pair.provided) for pair in pairs]
-    send_base, receive_base = (
-        [*accumulate((len(line.amounts) for line in lines), initial=0)]
-        for lines in (senders, receivers)
-    )
-    chained = LineSet.chain(senders), LineSet.chain(receivers)
-    return RegularGeometry(pairs, *chained, send_base, receive_base)
+    return RegularGeometry(pairs, LineSet.chain(senders), LineSet.chain(receivers))
 
 
 def _is_regular(pair: GridPair) -> bool:
     """No rank holds a region and shares a wanted one with ranks that lack it."""
-    if len(pair.have.replicas) == 1 and len(pair.want.replicas) == 1:
-        return True
-    have, want = pair.have.mesh.ranks, pair.want.mesh.ranks
-    if max(have) < min(want) or max(want) < min(have):
-        return True
-    return set(have).isdisjoint(want)
+    alone = len(pair.have.replicas) == 1 and len(pair.want.replicas) == 1
+    return alone or not contained(pair.have.ranks, pair.want.ranks).any()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -277,8 +257,6 @@ class RegularGeometry:
     pairs: list[GridPair]
     senders: LineSet
     receivers: LineSet
-    send_base: list[int]
-    receive_base: list[int]
     num_addends: int = 1
     listed: bool = False
     kinds: None = None
@@ -308,7 +286,6 @@ class RegularGeometry:
         return sent, wanted
 
     def all(self) -> Cells:
-        """All cells of all pairs."""
         return self.cells_of()
 
     def cells_of(self, sender: int | None = None, receiver: int | None = None) -> Cells:
@@ -331,7 +308,6 @@ class RegularGeometry:
                 yield self._numbered(cells, number)
 
     def copied_by(self, rank: int) -> Cells:
-        """The cells that a rank both holds and wants."""
         return self.cells_of(rank, rank)
 
     def copied_elements(self) -> tuple[Ints, Ints]:
@@ -340,10 +316,10 @@ class RegularGeometry:
         return np.concatenate([r for r, _ in found]), np.concatenate([e for _, e in found])
 
     def num_cells(self) -> int:
-        """How many cells there are."""
         return sum(prod(len(dim.width) for dim in pair.dims) for pair in self.pairs)
 
-    def wanted_elements(self) -> int:
+    @property
+    def wanted(self) -> int:
         """Elements of one tensor that ranks want, once per such rank."""
         return int((self.receivers.amounts * self.receivers.counts).sum())
 
@@ -351,8 +327,8 @@ class RegularGeometry:
         """The cells of a pair; the regions of all pairs are numbered one after the other."""
         if pair == 0:
             return cells
-        send = cells.send_line + self.send_base[pair]
-        receive = cells.receive_line + self.receive_base[pair]
+        send = cells.send_line + sum(one.have.num_regions for one in self.pairs[:pair])
+        receive = cells.receive_line + sum(one.want.num_regions for one in self.pairs[:pair])
         return replace(cells, send_line=send, receive_line=receive)
 
 

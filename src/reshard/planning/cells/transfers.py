@@ -7,7 +7,9 @@ others every cell is worked out once (``listed``).
 
 A row of `Transfers` goes from one rank to another. What a rank sends to a whole line of ranks is
 one row of a `Fan`; what the ranks of a line pass on inside their hosts is a `HostFan`. All three
-give what ranks send and receive, for any amount of each row, without listing every pair of ranks.
+give what ranks send and receive, for any amount of each row, without listing every pair of ranks:
+``sent(amounts)`` and ``received(amounts)`` yield ranks and how much, ``served`` is the number of
+ranks that get each row.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,11 +32,6 @@ from reshard.planning.names import Feed
 from reshard.planning.sharing import LineSet, Runs, repeated
 from reshard.text import count
 
-__all__ = [
-    "AnyRows", "Cells", "Fan", "HostFan", "Kinds", "Mask", "Transfers", "check_coverage",
-    "in_want_coordinates", "insert_columns", "raise_uncovered", "with_inserted",
-]  # fmt: skip
-
 Mask = NDArray[np.bool_]
 
 
@@ -47,26 +45,19 @@ class Cells:
     have_low: Ints
     want_low: Ints
     width: Ints
-    size: Ints
-    """Elements of each cell."""
-    send_line: Ints
-    """The line of ranks that hold each cell."""
-    send_at: Ints
-    """How many elements of that line come before each cell."""
-    receive_line: Ints
-    """The line of ranks that want each cell."""
-    receive_at: Ints
-    """How many elements of that line come before each cell."""
+    size: Ints  # elements of each cell
+    send_line: Ints  # the line of ranks that hold each cell
+    send_at: Ints  # how many elements of that line come before each cell
+    receive_line: Ints  # the line of ranks that want each cell
+    receive_at: Ints  # how many elements of that line come before each cell
 
     @classmethod
     def none(cls, num_dims: int) -> Cells:
-        """No cells of a tensor of so many dims."""
         empty, flat = np.zeros(0, dtype=np.int64), np.zeros((0, num_dims), dtype=np.int64)
         return cls(flat, flat, flat, *[empty] * 5)
 
     @classmethod
     def chain(cls, parts: Sequence[Cells]) -> Cells:
-        """All cells of several lists, one after the other."""
         if len(parts) == 1:
             return parts[0]
         columns = ([getattr(part, each.name) for part in parts] for each in fields(cls))
@@ -81,7 +72,6 @@ class Cells:
         return unit
 
     def take(self, rows: Ints) -> Cells:
-        """The cells at these places."""
         return Cells(*(getattr(self, each.name)[rows] for each in fields(self)))
 
 
@@ -89,14 +79,10 @@ class Cells:
 class Kinds:
     """Cells of one kind are on the same two lines."""
 
-    of: Ints
-    """The kind of each cell that travels."""
-    send: Ints
-    """The line of ranks that hold each kind."""
-    receive: Ints
-    """The line of ranks that want it."""
-    held: LineSet
-    """The ranks of each kind that hold what they want."""
+    of: Ints  # the kind of each cell that travels
+    send: Ints  # the line of ranks that hold each kind
+    receive: Ints  # the line of ranks that want it
+    held: LineSet  # the ranks of each kind that hold what they want
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -107,63 +93,44 @@ class Transfers:
     runs: Runs
     source: Ints
     destination: Ints
-    send_line: Ints
-    """The line of ranks that hold each row."""
-    line: Ints
-    """The line of ranks that want each row."""
-    part: Ints
-    """A number that a row has in common with the rows that pass it on or add to it."""
-    hop: int
-    """0: from a source rank; 1 or more: passed on by a rank that received it one hop before."""
-    addend: int = -1
-    """Which addend of a pending reduction the rows carry; -1 where nothing is added up."""
-    again: bool = False
-    """Whether the sender has sent the same to another rank too, so that it is no first copy."""
+    send_line: Ints  # the line of ranks that hold each row
+    line: Ints  # the line of ranks that want each row
+    part: Ints  # a number that a row has in common with the rows that pass it on or add to it
+    hop: int  # 0: from a source rank; 1 or more: passed on by a rank that got it one hop before
+    addend: int = -1  # of a pending reduction, that the rows carry; -1 where nothing is added up
+    again: bool = False  # whether the sender has sent the same before: this is no first copy
 
     def __len__(self) -> int:
         return len(self.source)
 
     @property
     def sizes(self) -> Ints:
-        """Elements of each row."""
         return self.runs.stop - self.runs.start
 
     def take(self, rows: Ints) -> Transfers:
-        """The rows at these places."""
-        return Transfers(
-            self.cells,
-            self.runs.take(rows),
-            self.source[rows],
-            self.destination[rows],
-            self.send_line[rows],
-            self.line[rows],
-            self.part[rows],
-            self.hop,
-            self.addend,
-            self.again,
-        )
+        columns = (self.source, self.destination, self.send_line, self.line, self.part)
+        source, destination, send_line, line, part = (column[rows] for column in columns)
+        kept = (self.hop, self.addend, self.again)
+        runs = self.runs.take(rows)
+        return Transfers(self.cells, runs, source, destination, send_line, line, part, *kept)
 
     def of_rank(self, rank: int) -> Iterator[Transfers]:
-        """The rows that a rank sends or receives."""
         yield self.take(np.flatnonzero((self.source == rank) | (self.destination == rank)))
 
     @property
     def rows(self) -> Transfers:
-        """All of them."""
         return self
 
     @property
     def served(self) -> Ints:
-        """To how many ranks each row travels: 0 where it stays on its rank."""
+        """0 for a row that stays on its rank."""
         served: Ints = (self.source != self.destination).astype(np.int64)
         return served
 
     def sent(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
-        """Ranks and how much each sends to others, for an amount of each row."""
         yield self.source, amounts * self.served
 
     def received(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
-        """Ranks and how much each gets from others, for an amount of each row."""
         yield self.destination, amounts * self.served
 
     def summed(self, amounts: Ints) -> tuple[Ints, Ints, Ints]:
@@ -178,13 +145,10 @@ class Fan:
     A rank that passes rows on is one of their line; a source rank that wants them holds them.
     """
 
-    rows: Transfers
-    """Their destinations do not count."""
+    rows: Transfers  # their destinations do not count
     wanting: LineSet
-    kind: Ints
-    """Rows of one kind have the same holders and are wanted by the same ranks."""
-    held: LineSet
-    """The ranks of each kind that hold what they want."""
+    kind: Ints  # rows of one kind have the same holders and are wanted by the same ranks
+    held: LineSet  # the ranks of each kind that hold what they want
     apart: Ints | None = None
     """Between hosts: the rank of each row's line on the sender's own host, or -1."""
 
@@ -198,7 +162,6 @@ class Fan:
         return some, self.apart[some]
 
     def take(self, rows: Ints) -> Fan:
-        """Some of the rows."""
         apart = None if self.apart is None else self.apart[rows]
         return replace(self, rows=self.rows.take(rows), kind=self.kind[rows], apart=apart)
 
@@ -214,11 +177,9 @@ class Fan:
 
     def listed(self, rows: Ints) -> Iterator[Transfers]:
         """Some rows once for every rank that gets them."""
-        if len(rows):
-            yield from self._to(*self.pairs(rows))
+        yield from self._to(*self.pairs(rows)) if len(rows) else ()
 
     def pairs(self, rows: Ints) -> tuple[Ints, Ints]:
-        """Some rows, each with every rank that gets it."""
         at, member = repeated(self.wanting.first, self.rows.line[rows])
         row, member = rows[at], self.wanting.members[member]
         gets = member != (self.rows.source if self.apart is None else self.apart)[row]
@@ -254,7 +215,6 @@ class Fan:
         return found
 
     def sent(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
-        """Ranks and how much each sends, for an amount of each row."""
         yield self.rows.source, amounts * self.served
 
     def received(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
@@ -272,7 +232,6 @@ class Fan:
 
     @cached_property
     def served(self) -> Ints:
-        """How many ranks get each row."""
         served: Ints = self.wanting.counts[self.rows.line] - self.held.counts[self.kind]
         served[self.left_out[0]] -= 1
         return served
@@ -301,29 +260,23 @@ class HostFan:
     what that member gets to others."""
 
     fan: Fan
-    sender: Ints
-    """One for every member of every line of the fan."""
-    receivers: Ints
-    """To whom each sends, one row for every member."""
+    sender: Ints  # one for every member of every line of the fan
+    receivers: Ints  # to whom each sends, one row for every member
     hop: int
 
     @cached_property
     def rows(self) -> Transfers:
-        """The rows of the fan, at another hop."""
         return replace(self.fan.rows, hop=self.hop)
 
     @cached_property
     def served(self) -> Ints:
-        """How many ranks get each row."""
         served: Ints = self.fan.served * self.receivers.shape[1]
         return served
 
     def sent(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
-        """Ranks and how much each sends, for an amount of each row."""
         yield self.sender, self.fan.by_member(amounts) * self.receivers.shape[1]
 
     def received(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
-        """Ranks and how much each gets, for an amount of each row."""
         each = np.repeat(self.fan.by_member(amounts), self.receivers.shape[1])
         yield self.receivers.reshape(-1), each
 
@@ -354,21 +307,19 @@ def check_coverage(stack: Stack, want: Listed, box: Ints, sizes: Ints) -> None:
         raise_uncovered(stack)
 
 
-def raise_uncovered(stack: Stack) -> None:
+def raise_uncovered(stack: Stack) -> NoReturn:
     """Find the first wanted box that no source rank holds, and say so."""
-    starts, stops, _, _ = in_want_coordinates(
-        listed_of(stack.have.layout, stack.have.shape), stack.feed
-    )
+    have = listed_of(stack.have.layout, stack.have.shape)
+    starts, stops, *_ = in_want_coordinates(have, stack.feed)
     held = [Box(tuple(a), tuple(b)) for a, b in zip(starts, stops, strict=True)]
     want = listed_of(stack.want.layout, stack.want.shape)
-    lows, highs = with_inserted(want, stack.feed.want_insert)
     moves = stack.feed.moves
     fed = Box(
         tuple(min((start for _, start, _ in runs), default=0) for runs in moves),
         tuple(max((start + length for _, start, length in runs), default=0) for runs in moves),
     )
-    for number, (low, high) in enumerate(zip(lows, highs, strict=True)):
-        box = Box(tuple(low), tuple(high))
+    for number, edges in enumerate(zip(*with_inserted(want, stack.feed.want_insert), strict=True)):
+        box = Box(*map(tuple, edges))
         missing = missing_boxes(box & fed if moves else box, held)
         if missing:
             ranks = ", ".join(map(str, want.of(number)[:4]))

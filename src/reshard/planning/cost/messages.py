@@ -22,18 +22,13 @@ from reshard.planning.rank import Rows
 from reshard.planning.rounds import Slot, slice_edges
 from reshard.planning.sharing import LineSet, repeated
 
-__all__ = ["Stream", "messages_of", "pairs_of"]
-
-MAX_LISTED = 1 << 12
-"""Rows of a fan whose pairs are listed one by one."""
-
-Places = Callable[[Ints], Ints]
-"""The places of ranks among all ranks of a plan."""
-
+MAX_LISTED = 1 << 12  # rows of a fan whose pairs are listed one by one
+Places = Callable[[Ints], Ints]  # the places of ranks among all ranks of a plan
 Columns = tuple[Ints, ...]
-
-Turn = tuple[int, int]
-"""A phase and a slice; (-1, -1) stands for all of them."""
+Turn = tuple[int, int]  # a phase and a slice; (-1, -1) stands for all of them
+Turns = dict[tuple[Slot, int, bool], list[Columns]]
+"""Numbers, and what must be known of the rows behind them, by when they move. Rows are not kept:
+where every pair of ranks exchanges something, they are many."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +72,6 @@ class _Moving:
         return moves
 
     def active(self, turn: Turn) -> Ints:
-        """The numbers that move in a turn, in rising order."""
         if self.steady:
             return self.keys
         found: Ints = self.keys[np.logical_or.reduceat(self.moves(turn), self._first)]
@@ -88,16 +82,15 @@ class _MovingInside:
     """The same for what is passed on inside hosts: the pairs of ranks that have parts to move."""
 
     def __init__(self, stream: Stream, fan: HostFan, size: int, places: Places) -> None:
-        self._fan, turns = fan, _Turns()
-        turns.add(stream, np.arange(len(fan.rows)), np.arange(len(fan.rows)))
-        self._rows = turns.moving()[0]
+        turns: Turns = {}
+        _add(turns, stream, np.arange(len(fan.rows)), np.arange(len(fan.rows)))
+        self._fan, self._rows = fan, _moving(turns)[0]
         self.spans = self._rows.spans
         every = places(fan.sender)[:, None] * size + places(fan.receivers)
         self._keys, number = numbered(every.reshape(-1))
         self._number = number.reshape(every.shape)
 
     def active(self, turn: Turn) -> Ints:
-        """The numbers that move in a turn, in rising order."""
         moves = np.ones(len(self._fan.rows), bool) if self._rows.steady else self._rows.moves(turn)
         here = np.zeros(len(self._keys), dtype=bool)
         here[self._number[self._fan.fan.by_member(moves) > 0]] = True
@@ -128,34 +121,25 @@ def _rounds(
         yield [(at, moving[at].active(turn)) for at, turn in some], times
 
 
-class _Turns:
-    """Numbers, and what must be known of the rows behind them, by when they move.
+def _add(found: Turns, stream: Stream, keys: Ints, rows: Ints) -> None:
+    """Add numbers of rows of a stream; steady ones move in every round."""
+    if not len(keys):
+        return
+    slot, slices, runs = stream.slot, stream.slot.slices, stream.transfers.runs
+    sizes: Ints = runs.stop - runs.start
+    columns: Columns = (keys,)
+    # No unit is larger than that of the slot, so long rows need no look at their cells.
+    steady = slices == 1 or int(sizes.min()) >= slices * slot.unit
+    if not steady or slot.phases > 1:
+        units = stream.units
+        steady = slot.phases == 1 and bool((sizes >= slices * units).all())
+        known = () if steady else (runs.start, runs.stop, units, stream.transfers.part)
+        columns += tuple(column[rows] for column in known)
+    found.setdefault((slot, stream.transfers.hop, steady), []).append(columns)
 
-    Rows themselves are not kept: where every pair of ranks exchanges something, they are many.
-    """
 
-    def __init__(self) -> None:
-        self._found: dict[tuple[Slot, int, bool], list[Columns]] = {}
-
-    def add(self, stream: Stream, keys: Ints, rows: Ints) -> None:
-        """Add numbers of rows of a stream; steady ones move in every round."""
-        if not len(keys):
-            return
-        slot, slices, runs = stream.slot, stream.slot.slices, stream.transfers.runs
-        sizes: Ints = runs.stop - runs.start
-        columns: Columns = (keys,)
-        # No unit is larger than that of the slot, so long rows need no look at their cells.
-        steady = slices == 1 or int(sizes.min()) >= slices * slot.unit
-        if not steady or slot.phases > 1:
-            units = stream.units
-            steady = slot.phases == 1 and bool((sizes >= slices * units).all())
-            known = () if steady else (runs.start, runs.stop, units, stream.transfers.part)
-            columns += tuple(column[rows] for column in known)
-        self._found.setdefault((slot, stream.transfers.hop, steady), []).append(columns)
-
-    def moving(self) -> list[_Moving]:
-        """What moves when."""
-        return [_Moving(*when, columns) for when, columns in self._found.items()]
+def _moving(found: Turns) -> list[_Moving]:
+    return [_Moving(*when, columns) for when, columns in found.items()]
 
 
 def messages_of(
@@ -169,7 +153,7 @@ def messages_of(
     """
     size = len(hosts)
     many: list[Stream] = []
-    listed, groups = _Turns(), _Turns()
+    listed, groups = Turns(), Turns()
     inside: list[_MovingInside] = []
     for one in streams:
         if isinstance(one.ends, Fan) and one.ends.served.sum() > MAX_LISTED:
@@ -177,14 +161,14 @@ def messages_of(
         elif isinstance(one.ends, HostFan):
             inside.append(_MovingInside(one, one.ends, size, places))
         else:
-            listed.add(one, *pairs_of(one.ends, size, places))
-    moving: list[AnyMoving] = [*listed.moving(), *inside]
+            _add(listed, one, *pairs_of(one.ends, size, places))
+    moving: list[AnyMoving] = [*_moving(listed), *inside]
     if many:
         fans = [one.ends for one in many if isinstance(one.ends, Fan)]
         classes = _Classes.of(fans, hosts, places)
-        for one, keys, rows in zip(many, *classes.groups(fans), strict=True):
-            groups.add(one, keys, rows)
-    for active, times in _rounds([*moving, *groups.moving()]):
+        for one, keys in zip(many, classes.groups(fans), strict=True):
+            _add(groups, one, keys, np.arange(len(keys)))
+    for active, times in _rounds([*moving, *_moving(groups)]):
         pairs = _joined([keys for at, keys in active if at < len(moving)])
         some = _joined([keys for at, keys in active if at >= len(moving)])
         if not len(some):
@@ -229,28 +213,19 @@ class _Classes:
     hold all of it, and the sender. Sets are compared by sums of random numbers.
     """
 
-    host: Ints
-    """The host of each rank, as a number below that of hosts."""
-    hosts: LineSet
-    """The ranks of each host."""
+    host: Ints  # the host of each rank, as a number below that of hosts
+    hosts: LineSet  # the ranks of each host
     places: Places
-    lines: LineSet
-    """Different lines of all kinds."""
-    line: Ints
-    """The line of each kind."""
-    held: LineSet
-    """The ranks of each kind that hold what is sent."""
-    mark: NDArray[np.uint64]
-    """A random number for each kind; kinds of equal sets have equal ones."""
+    lines: LineSet  # different lines of all kinds
+    line: Ints  # the line of each kind
+    held: LineSet  # the ranks of each kind that hold what is sent
+    mark: NDArray[np.uint64]  # a random number for each kind; kinds of equal sets have equal ones
 
     @classmethod
     def of(cls, fans: Sequence[Fan], hosts: Ints, places: Places) -> _Classes:
         """The kinds of all fans, numbered one after the other."""
-        every, held = (
-            LineSet.chain([f.wanting for f in fans]),
-            LineSet.chain([f.held for f in fans]),
-        )
-        every, held = (LineSet.plain(one.first, places(one.members)) for one in (every, held))
+        chains = LineSet.chain([f.wanting for f in fans]), LineSet.chain([f.held for f in fans])
+        every, held = (LineSet.plain(one.first, places(one.members)) for one in chains)
         kinds = np.zeros(len(held.counts), dtype=np.int64)
         base = np.cumsum([[0, 0], *([len(f.wanting.counts), len(f.held.counts)] for f in fans)], 0)
         for fan, (line, kind) in zip(fans, base.tolist(), strict=False):
@@ -263,16 +238,14 @@ class _Classes:
         ranks, _ = LineSet.sorted(host, np.arange(len(host)), int(host.max(initial=-1)) + 1)
         return cls(host, ranks, places, every.take(chosen), number[kinds], held, mark)
 
-    def groups(self, fans: Sequence[Fan]) -> tuple[list[Ints], list[Ints]]:
-        """One number for the sender and the kind of each row of each fan, and the rows."""
-        found, base = [], 0
+    def groups(self, fans: Sequence[Fan]) -> Iterator[Ints]:
+        """One number for the sender and the kind of each row of each fan."""
+        base = 0
         for fan in fans:
-            found.append(self.places(fan.rows.source) * len(self.line) + fan.kind + base)
+            yield self.places(fan.rows.source) * len(self.line) + fan.kind + base
             base += len(fan.held.counts)
-        return found, [np.arange(len(fan.rows)) for fan in fans]
 
     def sends(self, groups: Ints) -> Sends:
-        """Which pairs of ranks some groups make together."""
         sender, kind = np.divmod(groups, len(self.line))
         senders, first = distinct_first(sender)
         marks = np.add.reduceat(self.mark[kind], first)
@@ -316,18 +289,12 @@ class Sends:
     """The pairs of ranks that senders of some classes make."""
 
     senders: Ints
-    of: Ints
-    """The class of each sender."""
-    members: Mask
-    """The ranks of sets of lines, one row each."""
-    which: Ints
-    """The set of each class."""
-    held: Ints
-    """Ranks of the set of a class that it does not send to; one number for both, rising."""
-    host: Ints
-    """The host of each rank."""
-    own: tuple[Ints, Ints]
-    """The ranks of the host of each sender: the number of the sender, and the rank."""
+    of: Ints  # the class of each sender
+    members: Mask  # the ranks of sets of lines, one row each
+    which: Ints  # the set of each class
+    held: Ints  # ranks of the set of a class that it does not send to; one number for both, rising
+    host: Ints  # the host of each rank
+    own: tuple[Ints, Ints]  # ranks of the host of each sender: number of the sender, and rank
 
     def reach(self, sender: Ints, rank: Ints) -> Mask:
         """Whether the classes of senders (by number) send to ranks."""
@@ -348,20 +315,13 @@ class Sends:
         return known
 
     @property
-    def total(self) -> int:
-        """How many pairs there are."""
-        return int(self.sent.sum())
-
-    @property
     def sent(self) -> Ints:
-        """To how many ranks each sender sends."""
         held = np.bincount(self.held // self.members.shape[1], minlength=len(self.which))
         sizes: Ints = self.members.sum(axis=1)[self.which] - held
         return sizes[self.of] - np.bincount(self.own[0], self.reach(*self.own)).astype(np.int64)
 
     @property
     def received(self) -> Ints:
-        """From how many of these senders each rank gets something."""
         size, senders = self.members.shape[1], np.bincount(self.of, minlength=len(self.which))
         of_set, (row, rank) = np.bincount(self.which, senders), np.nonzero(self.members)
         of_class, held = np.divmod(self.held, size)

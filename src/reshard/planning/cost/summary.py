@@ -23,8 +23,6 @@ from reshard.planning.flows import Flow
 from reshard.planning.hosts import HostFlow
 from reshard.planning.rounds import Schedule, Slot
 
-__all__ = ["Summary", "Traffic", "needs_of", "summarize"]
-
 
 class Traffic:
     """Bytes and messages of a plan; those of links too, if the hosts of ranks are known."""
@@ -43,7 +41,7 @@ class Traffic:
         self.messages = 0
         """All that goes from one rank to another in one round is one message."""
         for times, pairs, sends in messages_of(self._counted(), self.hosts, self._places):
-            self.messages += times * (len(pairs) + (sends.total if sends else 0))
+            self.messages += times * (len(pairs) + (int(sends.sent.sum()) if sends else 0))
             if home is not None:
                 ends = np.divmod(pairs, max(len(world), 1))
                 self._add_links(1, ends, np.full(len(pairs), times))
@@ -73,7 +71,6 @@ class Traffic:
         return ranks if self._counts_up else self.world.searchsorted(ranks)
 
     def _sum(self, *ends: tuple[Ints, Ints]) -> Ints:
-        """The bytes of each rank, given ranks and bytes."""
         size = len(self.world)
         totals = [np.bincount(self._places(ranks), amounts, size) for ranks, amounts in ends]
         total: Ints = sum(totals[1:], totals[0]).astype(np.int64)
@@ -108,7 +105,6 @@ class Traffic:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that travel between ranks."""
         return int(self.received.sum())
 
     def between(self, sources: Ints, destinations: Ints) -> tuple[Ints, Ints]:
@@ -216,9 +212,7 @@ def summarize(
     schedule: Schedule,
     topology: Topology | None,
 ) -> Summary:
-    """Work out the figures of a plan from all its rows."""
     sent, passed = traffic.first_hand, traffic.passed_on
-    senders = int(np.count_nonzero(sent))
     needs = [needs_of(flow) for flow in flows]
     figures = _link_figures(flows, traffic, topology) if topology else {}
     return Summary(
@@ -229,7 +223,7 @@ def summarize(
         num_rounds=schedule.num_rounds,
         peak_bytes=schedule.peak_bytes,
         busiest_sender_bytes=int(sent.max(initial=0)),
-        mean_sender_bytes=float(sent.sum() / senders) if senders else 0.0,
+        mean_sender_bytes=float(sent.sum() / max(int(np.count_nonzero(sent)), 1)),
         busiest_relay_bytes=int(passed.max(initial=0)),
         mean_relay_bytes=float(passed.sum() / max(int(np.count_nonzero(passed)), 1)),
         **figures,
@@ -240,11 +234,11 @@ def needs_of(flow: Flow) -> tuple[int, int]:
     """Bytes that ranks want and lack, and bytes they want and hold; from the layouts alone."""
     geometry, stack = flow.geometry, flow.stack
     times = len(stack.names) * stack.itemsize
-    if flow.adds:
+    if flow.stack.adds:
         moved = ((int(s.rows.sizes @ s.served), s.rows.hop) for s in flow.streams())
         return sum(size * stack.itemsize_at(hop) for size, hop in moved), 0
     copied = int(geometry.copied_elements()[1].sum())
-    return (geometry.wanted_elements() - copied) * times, copied * times
+    return (geometry.wanted - copied) * times, copied * times
 
 
 def _link_figures(flows: Sequence[Flow], traffic: Traffic, topology: Topology) -> dict[str, Any]:

@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from reshard.errors import SizeError, TopologyError
 from reshard.text import count, parse_bytes
-
-__all__ = ["Link", "Topology"]
 
 MAX_FILE = 1 << 20
 
@@ -112,7 +110,9 @@ class Topology:
             )
         per_host = data.get("ranks_per_host", 8)
         hosts = data.get("hosts", [])
-        if type(per_host) is not int or not _are_hosts(hosts):
+        are_lists = isinstance(hosts, list) and all(isinstance(host, list) for host in hosts)
+        numbers = [per_host, *(rank for host in hosts for rank in host)] if are_lists else [""]
+        if any(type(number) is not int for number in numbers):
             raise TopologyError(f"{where}: ranks_per_host is a number, hosts a list of rank lists")
         return cls(
             per_host,
@@ -123,18 +123,9 @@ class Topology:
 
     def to_dict(self) -> dict[str, Any]:
         """The topology as plain data."""
-        return {
-            "ranks_per_host": self.ranks_per_host,
-            "hosts": [list(host) for host in self.hosts],
-            "inside": {"bandwidth": self.inside.bandwidth, "latency": self.inside.latency},
-            "between": {"bandwidth": self.between.bandwidth, "latency": self.between.latency},
-        }
-
-
-def _are_hosts(hosts: object) -> bool:
-    return isinstance(hosts, list) and all(
-        isinstance(host, list) and all(type(rank) is int for rank in host) for host in hosts
-    )
+        hosts = [list(host) for host in self.hosts]
+        links = {"inside": asdict(self.inside), "between": asdict(self.between)}
+        return {"ranks_per_host": self.ranks_per_host, "hosts": hosts, **links}
 
 
 def _link(data: object, default: Link, where: str) -> Link:
