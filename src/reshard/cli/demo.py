@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.cli.options import ModelSide, model_specs
+from reshard.cli.options import model_specs
 from reshard.cli.output import fitted, print_json, terminal_width, wants_boxes, working
 from reshard.errors import LiveError
 from reshard.text import align, format_bytes
@@ -94,7 +94,6 @@ class NotRun:
     """Whether that is fine: torch is optional."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The reason as plain data."""
         return {"not_run": self.reason}
 
 
@@ -178,13 +177,12 @@ def _plan(config: Mapping[str, Any], memory: int | None) -> Plan:
     from reshard.layout.mesh import Mesh
     from reshard.planning.plans import plan
 
-    have, _ = model_specs(config, ModelSide("from", Mesh.parse(HAVE), fsdp=FSDP))
-    want, _ = model_specs(config, ModelSide("to", Mesh.parse(WANT), replicate=REPLICAS))
+    have, _ = model_specs(config, Mesh.parse(HAVE), fsdp=FSDP)
+    want, _ = model_specs(config, Mesh.parse(WANT), replicate=REPLICAS)
     return plan(have, want, memory=memory)
 
 
 def _simulated_moves(move: Plan, model: str) -> Iterator[tuple[str, Plan]]:
-    """The moves that are run on real data: small enough for a laptop."""
     from reshard.planning.plans import plan
     from reshard.rules.models import preset
 
@@ -200,7 +198,6 @@ def _simulated_moves(move: Plan, model: str) -> Iterator[tuple[str, Plan]]:
 
 
 def _picture(move: Plan) -> str:
-    """One tensor of the move, before and after."""
     from reshard.show.terminal import draw, plain
 
     parts = []
@@ -233,24 +230,15 @@ def _simulate(what: str, move: Plan) -> tuple[Simulated, Arrays, Arrays]:
         for rank, arrays in expected.items()
         for name, array in arrays.items()
     )
-    stated = move.summary()
+    stated, peak = move.summary(), max(report.peak_bytes.values())
     result = Simulated(
-        what,
-        len(move.want),
-        stated.wire_bytes,
-        report.wire_bytes,
-        stated.num_messages,
-        report.num_messages,
-        stated.peak_bytes,
-        max(report.peak_bytes.values()),
-        equal,
-        time.perf_counter() - start,
-    )
+        what, len(move.want), stated.wire_bytes, report.wire_bytes, stated.num_messages,
+        report.num_messages, stated.peak_bytes, peak, equal, time.perf_counter() - start,
+    )  # fmt: skip
     return result, given, arrived
 
 
 def _local(whole: Mapping[str, Array], specs: Mapping[str, TensorSpec]) -> Arrays:
-    """The local array of every rank and tensor."""
     import numpy as np
 
     local: Arrays = {}
@@ -259,13 +247,10 @@ def _local(whole: Mapping[str, Array], specs: Mapping[str, TensorSpec]) -> Array
         for rank in spec.layout.ranks:
             mine = np.zeros(spec.layout.local_shape(rank, spec.shape), array.dtype)
             for piece in spec.layout.pieces(rank, spec.shape):
-                place = np.lib.stride_tricks.as_strided(
-                    mine.reshape(-1)[piece.offset :],
-                    piece.box.shape,
-                    [stride * itemsize for stride in piece.strides],
-                )
-                bounds = zip(piece.box.start, piece.box.stop, strict=True)
-                place[...] = array[tuple(slice(low, high) for low, high in bounds)]
+                strides = [stride * itemsize for stride in piece.strides]
+                there = mine.reshape(-1)[piece.offset :]
+                place = np.lib.stride_tricks.as_strided(there, piece.box.shape, strides)
+                place[...] = array[tuple(map(slice, piece.box.start, piece.box.stop))]
             local.setdefault(rank, {})[name] = mine
     return local
 
@@ -288,7 +273,6 @@ def _run_live(plan: Plan, given: Arrays, expected: Arrays, trace: str | None) ->
 
 
 def _convert_files() -> Converted:
-    """Write a small model as four shards into a temporary folder, convert it to two, compare."""
     from reshard.checkpoint.conversion.stages import convert
     from reshard.checkpoint.inspection import inspect
     from reshard.checkpoint.soundness import verify
@@ -302,19 +286,12 @@ def _convert_files() -> Converted:
         converted = time.perf_counter()
         equal = verify(four, two).ok
         verified = time.perf_counter()
-        found, made = (
-            str(inspect(path)).splitlines()[0].replace(f"{folder}/", "") for path in (four, two)
-        )
+        firsts = (str(inspect(path)).splitlines()[0] for path in (four, two))
+        found, made = (line.replace(f"{folder}/", "") for line in firsts)
     return Converted(
-        found,
-        made,
-        report.bytes_read,
-        report.bytes_written,
-        report.amplification,
-        converted - start,
-        verified - converted,
-        equal,
-    )
+        found, made, report.bytes_read, report.bytes_written, report.amplification,
+        converted - start, verified - converted, equal,
+    )  # fmt: skip
 
 
 def _write_model(folder: Path) -> None:
@@ -324,15 +301,13 @@ def _write_model(folder: Path) -> None:
     from reshard.checkpoint.formats.safetensors.header import build_header
     from reshard.rules.models import preset, tensors
 
-    config: Mapping[str, Any] = {
-        key: value // FILES_SMALLER.get(key, 1) if key in FILES_SMALLER else value
-        for key, value in preset(FILES_MODEL).items()
-    }
-    header = build_header(
-        {name: (dtype, shape) for name, (shape, dtype) in tensors(config).items()}
-    )
+    config = dict(preset(FILES_MODEL))
+    for key, smaller in FILES_SMALLER.items():
+        config[key] //= smaller
+    listed = {name: (dtype, shape) for name, (shape, dtype) in tensors(config).items()}
+    header = build_header(listed)
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(dict(config)))
+    (folder / "config.json").write_text(json.dumps(config))
     with (folder / "model.safetensors").open("wb") as file:
         file.write(header.data)
         file.write(np.random.default_rng(0).bytes(header.file_size - len(header.data)))

@@ -61,12 +61,10 @@ class LiveRun:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that all ranks sent in a call."""
         return sum(report.bytes_sent for report in self.reports[-1])
 
     @property
     def messages(self) -> int:
-        """Messages that all ranks sent in a call."""
         return sum(report.messages_sent for report in self.reports[-1])
 
     @property
@@ -85,7 +83,6 @@ class LiveRun:
         return max(report.seconds for report in self.reports[call])
 
     def to_dict(self) -> dict[str, Any]:
-        """The run as plain data, with the reports of the last call."""
         return {
             "stated_wire_bytes": self.stated_wire_bytes,
             "wire_bytes": self.wire_bytes,
@@ -217,5 +214,4 @@ def _rank(
 
 
 def _die_with_parent() -> None:
-    """Be killed when the parent process ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

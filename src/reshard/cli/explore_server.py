@@ -30,7 +30,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from socketserver import ForkingMixIn, TCPServer
 from typing import Any, NoReturn, TypeVar
 
-from reshard.cli.options import ModelSide, model_specs, parse_shape, replicated
+from reshard.cli.options import model_specs, parse_shape, replicated
 from reshard.dtypes import canonical_dtype
 from reshard.errors import LayoutError, MeshError, ReshardError
 from reshard.layout.layout import Layout
@@ -144,7 +144,6 @@ def answer_of(given: Mapping[str, Any]) -> Answer:
 
 
 def _tensor(answer: Answer) -> list[Specs]:
-    """Both sides of one tensor; fewer where something is wrong with a field."""
     shape = answer.read("shape", parse_shape)
     dtype = answer.read("dtype", canonical_dtype)
     layouts = [_layout(answer, side, shape) for side in ("have", "want")]
@@ -154,7 +153,6 @@ def _tensor(answer: Answer) -> list[Specs]:
 
 
 def _model(answer: Answer) -> list[Specs]:
-    """Both sides of a model, by the rules of its family."""
     config = answer.read("model", preset)
     dtype = answer.read("dtype", lambda text: canonical_dtype(text) if text else None)
     meshes = [answer.read(f"{side}_mesh", _mesh) for side in ("have", "want")]
@@ -169,7 +167,7 @@ def _model(answer: Answer) -> list[Specs]:
         with answer.blaming(f"{side}_mesh"):
             assert config is not None
             assert mesh is not None
-            sides.append(model_specs(config, ModelSide(side, mesh, None, cut, copy, dtype))[0])
+            sides.append(model_specs(config, mesh, None, cut, copy, dtype)[0])
     return sides
 
 
@@ -227,6 +225,10 @@ class TooLongError(Exception):
     """The plan takes more CPU time than a request has."""
 
 
+class RefusedError(Exception):
+    """A request that gets no answer: the status, and why."""
+
+
 class Server(ForkingMixIn, HTTPServer):
     """A server whose requests are each handled by a process with limits."""
 
@@ -244,7 +246,6 @@ class Server(ForkingMixIn, HTTPServer):
 
     @property
     def url(self) -> str:
-        """Where the page is."""
         return f"http://{ADDRESS}:{self.server_port}/"
 
     @property
@@ -264,8 +265,6 @@ class Server(ForkingMixIn, HTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request."""
-
     server: Server
     server_version = "reshard"
     sys_version = ""
@@ -277,76 +276,20 @@ class _Handler(BaseHTTPRequestHandler):
         super().setup()
 
     def do_GET(self) -> None:
-        """The page."""
-        if not self._is_ours():
-            return
-        if self.path.partition("?")[0] != "/":
-            self._refuse(HTTPStatus.NOT_FOUND, "there is one page here: /")
-            return
-        answer = _bounded(self.server.values)
-        if answer.document is None:
-            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "; ".join(answer.errors.values()))
-            return
-        listed = _MODEL_FIELDS if "model" in answer.values else _TENSOR_FIELDS
-        fields = [Field(name, label, answer.values[name], hint) for name, label, _, hint in listed]
-        page = render_page(answer.document, answer.footer, fields)
-        self._send(HTTPStatus.OK, "text/html; charset=utf-8", page)
+        self._respond(self._page)
 
     def do_POST(self) -> None:
-        """The plan of the fields in the body, or what is wrong with them."""
-        if not self._is_ours():
-            return
-        if self.path != "/plan":
-            self._refuse(HTTPStatus.NOT_FOUND, "plans are made at /plan")
-            return
-        values = self._values()
-        if values is None:
-            return
-        answer = _bounded(values)
-        found: dict[str, Any] = {"errors": answer.errors}
-        if answer.document is not None:
-            html = render_part(answer.document, answer.footer)
-            found = {"html": html, "title": answer.document.headline, "data": answer.document.data}
-        self._send(HTTPStatus.OK, "application/json", as_json(found))
+        self._respond(self._plan)
 
-    def _is_ours(self) -> bool:
-        """Whether the request is from a page of this server, or from no page at all."""
-        hosts = self.headers.get_all("Host", [])
-        origin = self.headers.get("Origin")
-        if len(hosts) != 1 or hosts[0].lower() not in self.server.names:
-            self._refuse(HTTPStatus.FORBIDDEN, f"this server is called {self.server.names[0]}")
-            return False
-        if origin is not None and origin not in [f"http://{name}" for name in self.server.names]:
-            self._refuse(HTTPStatus.FORBIDDEN, "other pages may not use this server")
-            return False
-        return True
-
-    def _values(self) -> dict[str, str] | None:
-        """The fields in the body; None where it is not what the page sends."""
-        if self.headers.get_content_type() != "application/json":
-            self._refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "the body must be application/json")
-            return None
-        length = self.headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdigit() and len(length) < 10):
-            self._refuse(HTTPStatus.LENGTH_REQUIRED, "the body needs a Content-Length")
-            return None
-        if int(length) > MAX_BODY:
-            text = f"the body has {length} bytes: at most {MAX_BODY} work"
-            self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, text)
-            return None
+    def _respond(self, make: Callable[[], tuple[str, str]]) -> None:
+        """Send a content type and a text, or why the request is refused."""
+        status = HTTPStatus.OK
         try:
-            values = json.loads(self.rfile.read(int(length)))
-        except (ValueError, RecursionError):
-            values = None
-        if not isinstance(values, dict) or not all(isinstance(v, str) for v in values.values()):
-            self._refuse(HTTPStatus.BAD_REQUEST, "the body must be an object of texts")
-            return None
-        return values
-
-    def _refuse(self, status: HTTPStatus, text: str) -> None:
-        self._send(status, "text/plain; charset=utf-8", f"{text}\n")
-
-    def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
+            self._check_origin()
+            kind, text = make()
+        except RefusedError as refused:
+            status, reason = refused.args
+            kind, text = "text/plain; charset=utf-8", f"{reason}\n"
         body = text.encode()
         self.send_response(status)
         for name, value in {**HEADERS, "Content-Type": kind}.items():
@@ -354,6 +297,51 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+    def _check_origin(self) -> None:
+        """Refuse requests but those from a page of this server, or from no page at all."""
+        hosts, origin = self.headers.get_all("Host", []), self.headers.get("Origin")
+        if len(hosts) != 1 or hosts[0].lower() not in self.server.names:
+            name = self.server.names[0]
+            raise RefusedError(HTTPStatus.FORBIDDEN, f"this server is called {name}")
+        if origin is not None and origin not in [f"http://{name}" for name in self.server.names]:
+            raise RefusedError(HTTPStatus.FORBIDDEN, "other pages may not use this server")
+
+    def _page(self) -> tuple[str, str]:
+        if self.path.partition("?")[0] != "/":
+            raise RefusedError(HTTPStatus.NOT_FOUND, "there is one page here: /")
+        answer = _bounded(self.server.values)
+        if answer.document is None:
+            raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "; ".join(answer.errors.values()))
+        listed = _MODEL_FIELDS if "model" in answer.values else _TENSOR_FIELDS
+        fields = [Field(name, label, answer.values[name], hint) for name, label, _, hint in listed]
+        return "text/html; charset=utf-8", render_page(answer.document, answer.footer, fields)
+
+    def _plan(self) -> tuple[str, str]:
+        """The plan of the fields in the body, or what is wrong with them."""
+        if self.path != "/plan":
+            raise RefusedError(HTTPStatus.NOT_FOUND, "plans are made at /plan")
+        if self.headers.get_content_type() != "application/json":
+            text = "the body must be application/json"
+            raise RefusedError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, text)
+        length = self.headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdigit() and len(length) < 10):
+            raise RefusedError(HTTPStatus.LENGTH_REQUIRED, "the body needs a Content-Length")
+        if int(length) > MAX_BODY:
+            text = f"the body has {length} bytes: at most {MAX_BODY} work"
+            raise RefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, text)
+        try:
+            values = json.loads(self.rfile.read(int(length)))
+        except (ValueError, RecursionError):
+            values = None
+        if not isinstance(values, dict) or not all(isinstance(v, str) for v in values.values()):
+            raise RefusedError(HTTPStatus.BAD_REQUEST, "the body must be an object of texts")
+        answer = _bounded(values)
+        found: dict[str, Any] = {"errors": answer.errors}
+        if answer.document is not None:
+            html = render_part(answer.document, answer.footer)
+            found = {"html": html, "title": answer.document.headline, "data": answer.document.data}
+        return "application/json", as_json(found)
 
     def log_message(self, format: str, *args: Any) -> None:
         """The terminal of the explorer stays quiet."""
@@ -373,7 +361,6 @@ def _bounded(values: Mapping[str, str]) -> Answer:
 
 
 def _limit() -> None:
-    """Bound the CPU seconds, the memory and the time of this process."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGXCPU, _too_long)

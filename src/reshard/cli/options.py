@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,9 +24,9 @@ if TYPE_CHECKING:
     from reshard.rules import Rules
 
 __all__ = [
-    "MODELS", "REPLICATE", "RULES", "ModelSide", "add_manners", "compare_and_report",
-    "model_config", "model_specs", "parse_model_mesh", "parse_shape", "parse_side", "replicated",
-    "with_options", "with_replicas",
+    "MODELS", "REPLICATE", "RULES", "add_manners", "compare_and_report", "model_config",
+    "model_specs", "parse_model_mesh", "parse_shape", "parse_side", "replicated", "with_options",
+    "with_replicas",
 ]  # fmt: skip
 
 REPLICATE = "An axis of the mesh along which the rules replicate everything, on purpose."
@@ -179,18 +178,6 @@ def parse_side(text: str, option: str) -> Layout:
     return Layout.parse(text)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSide:
-    """How one side of a model's move is cut: a mesh, rules, axes of FSDP and of replicas."""
-
-    option: str
-    mesh: Mesh
-    rules: str | None = None
-    fsdp: str | None = None
-    replicate: str | None = None
-    dtype: str | None = None
-
-
 def model_config(name: str) -> Mapping[str, Any]:
     """The config of a known model, of a ``config.json`` file, or of a folder that has one."""
     import json
@@ -214,7 +201,12 @@ def model_config(name: str) -> Mapping[str, Any]:
 
 
 def model_specs(
-    config: Mapping[str, Any], side: ModelSide
+    config: Mapping[str, Any],
+    mesh: Mesh,
+    rules: str | None = None,
+    fsdp: str | None = None,
+    replicate: str | None = None,
+    dtype: str | None = None,
 ) -> tuple[dict[str, TensorSpec], list[str]]:
     """The specs of all tensors of a model on one side of a move, and notes about its layouts."""
     from reshard.layout.spec import TensorSpec
@@ -223,17 +215,16 @@ def model_specs(
 
     model = tensors(config)
     shapes = {name: shape for name, (shape, _) in model.items()}
-    rules = Rules.load(side.rules, config=config, fsdp=side.fsdp, replicate=side.replicate)
-    layouts = rules.layouts(shapes, side.mesh)
+    loaded = Rules.load(rules, config=config, fsdp=fsdp, replicate=replicate)
+    layouts = loaded.layouts(shapes, mesh)
     specs = {
-        name: TensorSpec(shape, side.dtype or dtype, layouts[name])
-        for name, (shape, dtype) in model.items()
+        name: TensorSpec(shape, dtype or usual, layouts[name])
+        for name, (shape, usual) in model.items()
     }
-    return specs, [f"{side.option}: {note}" for note in rules.notes(layouts, shapes, side.mesh)]
+    return specs, loaded.notes(layouts, shapes, mesh)
 
 
 def parse_model_mesh(text: str, option: str) -> Mesh:
-    """Read the mesh of one side of a model's move."""
     from reshard.layout.mesh import Mesh
 
     mesh, colon, layout = text.partition(":")

@@ -37,17 +37,16 @@ Parts = tuple[frozenset[str], ...]
 def name_patterns(names: Iterable[str]) -> list[str]:
     """Patterns that together stand for exactly these names, in the order of their first names."""
     order = {name: at for at, name in enumerate(names)}
-    plain = [name for name in order if _is_plain(name)]
-    items = {tuple(frozenset((part,)) for part in name.split(".")): order[name] for name in plain}
-    merged = _merge(items)
-    found = [(at, ".".join(map(_braces, parts))) for parts, at in merged.items()]
-    found += [(at, name) for name, at in order.items() if not _is_plain(name)]
+    # A name with braces would itself read as a pattern.
+    odd = {name for name in order if name.count(".") >= MAX_PARTS or _SPECIAL.search(name)}
+    items = {
+        tuple(frozenset((part,)) for part in name.split(".")): at
+        for name, at in order.items()
+        if name not in odd
+    }
+    found = [(at, ".".join(map(_braces, parts))) for parts, at in _merge(items).items()]
+    found += [(order[name], name) for name in odd]
     return [text for _, text in sorted(found)]
-
-
-def _is_plain(name: str) -> bool:
-    """Whether a name may become a part of a pattern; one with braces would itself read as one."""
-    return name.count(".") < MAX_PARTS and not _SPECIAL.search(name)
 
 
 def named(names: Sequence[str], most: int = 4, width: int | None = None) -> str:

@@ -63,22 +63,18 @@ class StackRow:
 
     @property
     def name(self) -> str:
-        """The tensors as patterns of names; with the source's where these differ."""
         return named_pairs(self.stack.names, MAX_NAME)
 
     @property
     def shape(self) -> str:
-        """The shape, or both where a tensor is joined, cropped or padded."""
         return _change(*(format_shape(side.shape) for side in (self.stack.have, self.stack.want)))
 
     @property
     def dtype(self) -> str:
-        """The dtype, or both where it is cast."""
         return _change(self.stack.have.dtype, self.stack.want.dtype)
 
     @property
     def rounds(self) -> str:
-        """The rounds in which the stack moves."""
         if self.last_round > self.first_round:
             return f"{self.first_round}-{self.last_round}"
         return str(self.first_round)
@@ -109,7 +105,6 @@ def headline(plan: Plan, rows: Sequence[StackRow]) -> str:
 
 
 def stack_rows(plan: Plan) -> list[StackRow]:
-    """All lines of the table, in the order in which the stacks move."""
     wire: dict[Stack, int] = {}
     span: dict[Stack, tuple[int, int]] = {}
     for flow, slot in zip(plan.flows, plan.schedule.slots, strict=True):
@@ -213,16 +208,16 @@ def _change(before: str, after: str) -> str:
 
 def reasons(plan: Plan) -> list[str]:
     """Sentences that explain the figures of a plan, the most important first."""
+    names = sorted({fill.name for fill in plan.fills})
+    zeros = [f"The padding of {named(names)} has no source and becomes zeros."] if names else []
     return [
         *_bytes(plan),
         *_sums(plan),
-        *_fan_out(plan),
         *_senders(plan),
-        *_casts(plan),
-        *_lost(plan),
+        *_changes(plan),
         *_rounds(plan),
         *_hosts(plan),
-        *_zeros(plan),
+        *zeros,
     ]
 
 
@@ -258,9 +253,10 @@ def _sums(plan: Plan) -> Iterator[str]:
         )
 
 
-def _fan_out(plan: Plan) -> Iterator[str]:
-    first = int(plan.traffic.first_hand.sum())
-    passed = plan.summary().wire_bytes - first
+def _senders(plan: Plan) -> Iterator[str]:
+    """Destinations pass on what several of them want; some sources send more than others."""
+    figures, first = plan.summary(), int(plan.traffic.first_hand.sum())
+    passed = figures.wire_bytes - first
     if passed:
         takers = f"{(first + passed) / first:.3g} takers on average"
         if passed < first / 20:
@@ -272,10 +268,6 @@ def _fan_out(plan: Plan) -> Iterator[str]:
             f"A byte has {takers}, and they share the receiving: sources send "
             f"{format_bytes(first)}, the other {format_bytes(passed)} {where}."
         )
-
-
-def _senders(plan: Plan) -> Iterator[str]:
-    figures = plan.summary()
     if figures.busiest_sender_bytes > 1.1 * figures.mean_sender_bytes:
         rank = plan.ranks[int(plan.traffic.first_hand.argmax())]
         yield (
@@ -285,15 +277,13 @@ def _senders(plan: Plan) -> Iterator[str]:
         )
 
 
-def _casts(plan: Plan) -> Iterator[str]:
+def _changes(plan: Plan) -> Iterator[str]:
+    """Tensors are cast, and lost ranks are replaced."""
     pairs = {(stack.have.dtype, stack.want.dtype, stack.wire_dtype) for stack in plan.stacks}
     for have, want, wire in sorted(pairs):
         if have != want:
             side = "before it travels" if wire == want else "after it arrived"
             yield f"{have} becomes {want} {side}, where that moves fewer bytes."
-
-
-def _lost(plan: Plan) -> Iterator[str]:
     lost = sorted({rank for stack in plan.stacks for rank in stack.have.layout.words.without})
     if lost:
         yield f"Lost ranks: {format_ranks(lost)}; those that hold the same boxes send instead."
@@ -330,9 +320,3 @@ def _hosts(plan: Plan) -> Iterator[str]:
         f"{format_bytes(figures.between_hosts_bytes)} goes between hosts{enters}. "
         f"The bottleneck is {figures.bottleneck}."
     )
-
-
-def _zeros(plan: Plan) -> Iterator[str]:
-    names = sorted({fill.name for fill in plan.fills})
-    if names:
-        yield f"The padding of {named(names)} has no source and becomes zeros."

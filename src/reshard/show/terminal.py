@@ -162,7 +162,8 @@ def frame(picture: Picture, width: int, *, unicode: bool = False, tall: bool = F
     widths = _shares(picture.columns, room, CELL_WIDTH)
     lines = min(MAX_LINES, 4 * len(picture.cells)) if tall and not is_flat else 1
     heights = _shares(picture.rows, lines, 1)
-    return list(_Frame(picture, widths, heights, gutter, unicode).lines())
+    cells = {(i, j): cell for i, row in enumerate(picture.cells) for j, cell in enumerate(row)}
+    return list(_Frame(picture, cells, widths, heights, gutter, unicode).lines())
 
 
 def _shares(edges: Sequence[int], total: int, least: int) -> list[int]:
@@ -181,6 +182,7 @@ def _shares(edges: Sequence[int], total: int, least: int) -> list[int]:
 @dataclass(frozen=True)
 class _Frame:
     picture: Picture
+    cells: Mapping[tuple[int, int], Cell]
     widths: Sequence[int]
     heights: Sequence[int]
     gutter: int
@@ -188,26 +190,22 @@ class _Frame:
 
     def lines(self) -> Iterator[Line]:
         """The indices of the columns, then borders and rows in turn."""
-        yield [Span(self._header())]
-        for row in range(len(self.heights)):
+        header, at = "", self.gutter
+        for edge, width in zip(self.picture.columns, (*self.widths, 0), strict=True):
+            if len(header) < at or not header:
+                header = header.ljust(at) + str(edge)
+            at += width + 1
+        yield [Span(header)]
+        for row, height in enumerate(self.heights):
             yield self._border(row)
-            for line in range(self.heights[row]):
-                yield self._row(row, line == (self.heights[row] - 1) // 2)
+            for line in range(height):
+                yield self._row(row, line == (height - 1) // 2)
         yield self._border(len(self.heights))
 
-    def _header(self) -> str:
-        text, at = "", self.gutter
-        for edge, width in zip(self.picture.columns, (*self.widths, 0), strict=True):
-            if len(text) < at or not text:
-                text = text.ljust(at) + str(edge)
-            at += width + 1
-        return text
-
     def _row(self, row: int, with_labels: bool) -> Line:
-        spans = [Span(" " * self.gutter)]
+        spans, shown = [Span(" " * self.gutter)], self._labels if with_labels else {}
         for column, width in enumerate(self.widths):
-            text = self._labels.get((row, column)) if with_labels else None
-            label = text.text(width) if text else ""
+            label = self._labels[row, column].text(width) if (row, column) in shown else ""
             spans.append(self._wall(row, column))
             spans.append(Span(label[:width].center(width), self._colour(row, column)))
         return [*spans, self._wall(row, len(self.widths))]
@@ -242,18 +240,14 @@ class _Frame:
 
     def _has_wall(self, row: int, column: int) -> bool:
         """Whether there is a line on the left of a cell."""
-        return self._at(row, column - 1) != self._at(row, column)
+        return self.cells.get((row, column - 1)) != self.cells.get((row, column))
 
     def _has_floor(self, row: int, column: int) -> bool:
         """Whether there is a line above a cell."""
-        return self._at(row - 1, column) != self._at(row, column)
-
-    def _at(self, row: int, column: int) -> Cell | None:
-        inside = 0 <= row < len(self.heights) and 0 <= column < len(self.widths)
-        return self.picture.cells[row][column] if inside else None
+        return self.cells.get((row - 1, column)) != self.cells.get((row, column))
 
     def _colour(self, row: int, column: int) -> str | None:
-        return self._hues.get(self.picture.cells[row][column].ranks)
+        return self._hues.get(self.cells[row, column].ranks)
 
     @cached_property
     def _hues(self) -> Mapping[tuple[int, ...], str]:
@@ -262,24 +256,23 @@ class _Frame:
     @cached_property
     def _labels(self) -> dict[tuple[int, int], Cell]:
         """The cell of each region of equal neighbours that bears its label: its widest one."""
-        left = {(i, j) for i, row in enumerate(self.picture.cells) for j in range(len(row))}
-        labels = {}
+        left, labels = set(self.cells), {}
         while left:
-            cell, region, pending = self._at(*min(left)), {min(left)}, [min(left)]
+            first = min(left)
+            region, pending = {first}, [first]
             while pending:
                 i, j = pending.pop()
                 near = {(i - 1, j), (i + 1, j), (i, j - 1), (i, j + 1)} & left - region
-                alike = {place for place in near if self._at(*place) == cell}
+                alike = {place for place in near if self.cells[place] == self.cells[first]}
                 region |= alike
                 pending += alike
             left -= region
-            i, j = max(sorted(region), key=lambda at: self.widths[at[1]] * self.heights[at[0]])
-            labels[i, j] = self.picture.cells[i][j]
+            widest = max(sorted(region), key=lambda at: self.widths[at[1]] * self.heights[at[0]])
+            labels[widest] = self.cells[widest]
         return labels
 
 
 def plain(lines: Iterable[Line]) -> str:
-    """The characters alone."""
     return "\n".join("".join(span.text for span in line).rstrip() for line in lines)
 
 

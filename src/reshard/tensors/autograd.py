@@ -6,7 +6,7 @@ without a result an empty one, so that autograd calls the backward on each of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -85,10 +85,9 @@ class Backward:
         kind: torch.dtype = getattr(torch, move.cast or move.dtype)
         result = torch.zeros(shape, dtype=kind, device=device)
         if sums is not None:
-            flat, at, views = sums.reshape(-1), 0, _BoxViews(move.want, move.shape, rank)
-            for box in spread.wanting[rank]:
-                views.view(result, box).copy_(flat[at : at + box.size].view(box.shape))
-                at += box.size
+            views = _BoxViews(move.want, move.shape, rank)
+            for box, part in _by_box(sums.reshape(-1), spread.wanting[rank]):
+                views.view(result, box).copy_(part.view(box.shape))
         return result
 
     def _sum_boxes(self, gradient: Tensor | None, device: torch.device) -> Tensor | None:
@@ -105,19 +104,23 @@ class Backward:
             total = views.join(gradient, own[0]).to(wide) if own[0] else None
             later = {n: views.join(gradient, boxes) for n, boxes in enumerate(own) if n and boxes}
         gather = move.spread.gather
-        if gather is not None:
-            sources = {move.spread.name(n): part for n, part in later.items()}
-            for name, more in self._run(gather, sources, device).items():
-                layout = gather.want[name].layout
-                boxes = layout.boxes.get(rank, ()) if isinstance(layout, BoxLayout) else ()
-                if total is not None:
-                    total = _add_boxes(total, own[0], more, boxes)
-        return total
+        if gather is None:
+            return total
+        sources = {move.spread.name(n): part for n, part in later.items()}
+        arrived = self._run(gather, sources, device)
+        if total is None:
+            return None
+        flat = total.reshape(-1).clone()
+        sums = dict(_by_box(flat, own[0]))
+        for name, more in arrived.items():
+            layout = gather.want[name].layout
+            boxes = layout.boxes.get(rank, ()) if isinstance(layout, BoxLayout) else ()
+            for box, part in _by_box(more.reshape(-1), boxes):
+                sums[box] += part
+        return flat.view(total.shape)
 
 
 class _BoxViews:
-    """Views of boxes in a rank's local tensor."""
-
     def __init__(self, layout: Layout, shape: tuple[int, ...], rank: int) -> None:
         self.pieces = LocalPieces(layout.pieces(rank, shape), len(shape))
 
@@ -137,24 +140,19 @@ class _BoxViews:
         return torch.cat([view.reshape(-1) for view in views]) if views else tensor.new_zeros(0)
 
 
-def _add_boxes(
-    total: Tensor, boxes: Sequence[Box], more: Tensor, more_boxes: Sequence[Box]
-) -> Tensor:
-    """Add joined boxes to the same boxes in ``total``, which has others as well."""
-    starts, at = {}, 0
-    for box in boxes:
-        starts[box] = at
-        at += box.size
-    flat, flat_more, at = total.reshape(-1).clone(), more.reshape(-1), 0
-    for box in more_boxes:
-        flat[starts[box] : starts[box] + box.size] += flat_more[at : at + box.size]
-        at += box.size
-    return flat.view(total.shape)
+def _by_box(flat: Tensor, boxes: Sequence[Box]) -> Iterator[tuple[Box, Tensor]]:
+    """The part of each box in a tensor of joined boxes."""
+    return zip(boxes, flat.split_with_sizes([box.size for box in boxes]), strict=True)
 
 
 def attach(source: Tensor | None, leaf: Tensor | None, moved: Tensor, backward: Backward) -> Tensor:
     """The result of a move with its gradient function: from the source, or from a hidden leaf."""
     is_hidden = source is None
+    shares_memory = (
+        source is not None
+        and moved.numel() > 0
+        and (source.untyped_storage().data_ptr() == moved.untyped_storage().data_ptr())
+    )
     if source is not None:
         leaf = source
     elif leaf is None:
@@ -162,16 +160,7 @@ def attach(source: Tensor | None, leaf: Tensor | None, moved: Tensor, backward: 
     # In a list, so that autograd takes it for a new tensor: an argument that is returned becomes a
     # view of that argument, and in-place writes to it raise. A result that shares the source's
     # memory stays such a view.
-    result: Tensor = _attach(
-        leaf, moved if _share_memory(source, moved) else [moved], backward, is_hidden
-    )
-    return result
-
-
-def _share_memory(source: Tensor | None, moved: Tensor) -> bool:
-    if source is None or not moved.numel():
-        return False
-    return source.untyped_storage().data_ptr() == moved.untyped_storage().data_ptr()
+    return _attach(leaf, moved if shares_memory else [moved], backward, is_hidden)
 
 
 def _cast_gradient(tensor: Tensor, kind: torch.dtype) -> Tensor:
@@ -195,8 +184,6 @@ class _Like:
 
 
 class _Move(torch.autograd.Function):
-    """Makes the result of a move depend on its source."""
-
     @staticmethod
     def forward(
         ctx: Any, source: Tensor, moved: Tensor | list[Tensor], backward: Backward, hidden: bool

@@ -21,7 +21,7 @@ from importlib import import_module, resources
 from typing import TYPE_CHECKING, Any
 
 from reshard.layout.mesh import format_ranks
-from reshard.show.page.drawings import LOOKS, TEXTURES, Drawing, Rect, Table, Tick, palette
+from reshard.show.page.drawings import LOOKS, TEXTURES, Drawing, Table, Tick, palette
 from reshard.text import printable, shorten
 
 if TYPE_CHECKING:
@@ -158,7 +158,6 @@ class Field:
 
 
 def render_page(doc: Document, footer: Footer, form: Sequence[Field] = ()) -> str:
-    """The page as text."""
     from markupsafe import Markup
 
     script = _source("page.js")
@@ -184,17 +183,17 @@ def render_fragment(name: str, **words: Any) -> str:
     """A template with the styles of the page; the cells of notebooks have no script."""
     from markupsafe import Markup
 
-    common = {
-        "palettes": {"light": palette(False), "dark": palette(True), "looks": LOOKS},
-        "texture_paths": TEXTURES,
-        "ranks": _ranks,
-        "css": Markup(_source("page.css")),
-    }
-    return _environment().get_template(name).render(**common, **words)
-
-
-def _ranks(rect: Rect) -> str:
-    return shorten(format_ranks(rect.ranks), 60)
+    return (
+        _environment()
+        .get_template(name)
+        .render(
+            palettes={"light": palette(False), "dark": palette(True), "looks": LOOKS},
+            texture_paths=TEXTURES,
+            ranks=lambda rect: shorten(format_ranks(rect.ranks), 60),
+            css=Markup(_source("page.css")),
+            **words,
+        )
+    )
 
 
 @lru_cache(maxsize=1)

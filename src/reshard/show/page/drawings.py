@@ -9,10 +9,8 @@ and their cells are told apart by their labels.
 >>> from reshard.show.holdings import picture_of
 >>> picture = picture_of(Layout(Mesh(tp=2), "tp -"), (8, 8), most=(4, 4))
 >>> drawing = drawing_of(picture, Colours())
->>> [(rect.label, rect.y, rect.height, str(rect.look)) for rect in drawing.rects]
+>>> [(rect.label, rect.y, rect.height, rect.style) for rect in drawing.rects]
 [('0', 0.0, 120.0, 'c0'), ('1', 120.0, 120.0, 'c1')]
->>> Look(17).fill, Look(17).texture
-(1, 1)
 """
 
 from __future__ import annotations
@@ -57,36 +55,16 @@ TEXTURES = ("", "M-2,10 L10,-2 M-2,2 L2,-2 M6,10 L10,6", "M-2,-2 L10,10 M6,-2 L1
 LOOKS = FILLS * len(TEXTURES)
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
-    """One of the looks of a cell: a fill and a texture."""
-
-    number: int
-
-    @property
-    def fill(self) -> int:
-        """The fill, as a number."""
-        return self.number % FILLS
-
-    @property
-    def texture(self) -> int:
-        """The texture over it; 0 is none."""
-        return self.number // FILLS
-
-    def __str__(self) -> str:
-        return f"c{self.number}"
-
-
 @dataclass(slots=True)
 class Colours:
     """The looks that a page has given to sets of ranks so far."""
 
-    known: dict[tuple[int, ...], Look | None] = field(default_factory=dict)
+    known: dict[tuple[int, ...], int | None] = field(default_factory=dict)
 
-    def of(self, ranks: tuple[int, ...]) -> Look | None:
+    def of(self, ranks: tuple[int, ...]) -> int | None:
         """The look of a set of ranks, always the same on a page; None where all are taken."""
         if ranks not in self.known:
-            self.known[ranks] = Look(len(self.known)) if len(self.known) < LOOKS else None
+            self.known[ranks] = len(self.known) if len(self.known) < LOOKS else None
         return self.known[ranks]
 
     @property
@@ -114,15 +92,20 @@ class Rect:
     low: tuple[int, int]
     high: tuple[int, int]
     """The rows and columns of the tensor that it covers; a 1-d tensor has one row."""
-    look: Look | None
-    """None where no rank holds it, or where there were no colours left."""
+    look: int | None
+    """A number below `LOOKS`, fills first; None where no rank holds it or no colours were left."""
     merged: bool
 
     @property
     def style(self) -> str:
-        """The classes of the rectangle on the page."""
         fine = " fine" if min(self.width, self.height) < 8 else ""
-        return f"{(self.look or 'grey') if self.ranks else 'hole'}{fine}"
+        colour = "grey" if self.look is None else f"c{self.look}"
+        return f"{colour if self.ranks else 'hole'}{fine}"
+
+    @property
+    def texture(self) -> int:
+        """The number of the texture over the fill; 0 is none."""
+        return (self.look or 0) // FILLS
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,19 +132,17 @@ class Drawing:
 
 
 def drawing_of(picture: Picture, colours: Colours) -> Drawing:
-    """Place the cells of a picture, true to scale."""
-    height = 64.0
-    if len(picture.shape) == 2:
-        shape = picture.shape
-        height = min(max(WIDTH * shape[0] / shape[1], WIDTH * 0.3), MAX_HEIGHT)
+    height, is_flat = 64.0, len(picture.shape) == 1
+    if not is_flat:
+        height = min(max(WIDTH * picture.shape[0] / picture.shape[1], WIDTH * 0.3), MAX_HEIGHT)
     xs = [WIDTH * edge / picture.columns[-1] for edge in picture.columns]
     ys = [height * edge / picture.rows[-1] for edge in picture.rows]
     rects = []
     for i, row in enumerate(picture.cells):
         starts = [j for j in range(len(row)) if j == 0 or row[j] != row[j - 1]]
         for j, end in pairwise([*starts, len(row)]):  # equal neighbours are one rectangle
-            rects.append(_rect(picture, (i, j, end), (xs[j], xs[end]), ys[i : i + 2], colours))
-    left = tuple(_ticks(picture.rows, ys, 16))[1:] if len(picture.shape) == 2 else ()
+            rects.append(_rect(picture, i, (j, end), (xs[j], xs[end]), ys[i : i + 2], colours))
+    left = () if is_flat else tuple(_ticks(picture.rows, ys, 16))[1:]
     top = tuple(_ticks(picture.columns, xs, 0))
     gutter = round(max((len(tick.text) for tick in left), default=0) * LETTER + 8, 1)
     return Drawing(WIDTH, round(height, 1), tuple(rects), top, left, gutter, picture.dims)
@@ -169,24 +150,23 @@ def drawing_of(picture: Picture, colours: Colours) -> Drawing:
 
 def _rect(
     picture: Picture,
-    at: tuple[int, int, int],
+    row: int,
+    columns: tuple[int, int],
     across: Sequence[float],
     down: Sequence[float],
     colours: Colours,
 ) -> Rect:
-    row, column, end = at
-    cell = picture.cells[row][column]
-    width, height = across[1] - across[0], down[1] - down[0]
+    cell, width, height = picture.cells[row][columns[0]], across[1] - across[0], down[1] - down[0]
     room = int((width - 6) / LETTER)
     label = cell.text(room)
     fits = len(label) <= room and height >= 13
-    low = picture.rows[row], picture.columns[column]
-    high = picture.rows[row + 1], picture.columns[end]
+    low = picture.rows[row], picture.columns[columns[0]]
+    high = picture.rows[row + 1], picture.columns[columns[1]]
     look = colours.of(cell.ranks) if cell.ranks else None
+    x, y, width, height = (round(at, 2) for at in (across[0], down[0], width, height))
     return Rect(
-        round(across[0], 2), round(down[0], 2), round(width, 2), round(height, 2),
-        label if fits else "", _title(cell, picture, low, high), cell.ranks, low, high, look,
-        cell.num_parts > 1,
+        x, y, width, height, label if fits else "", _title(cell, picture, low, high), cell.ranks,
+        low, high, look, cell.num_parts > 1,
     )  # fmt: skip
 
 
@@ -205,8 +185,7 @@ def _title(cell: Cell, picture: Picture, low: tuple[int, int], high: tuple[int, 
 
 def _ticks(edges: Sequence[int], places: Sequence[float], least: float) -> Iterator[Tick]:
     """The indices at the edges, without those that would overlap."""
-    end = float("-inf")
-    last = places[-1]
+    end, last = float("-inf"), places[-1]
     for edge, place in zip(edges, places, strict=True):
         text = str(edge)
         room = least or len(text) * LETTER + 8
@@ -250,12 +229,10 @@ class Table:
 
     @property
     def passes(self) -> bool:
-        """Whether anything is passed on."""
         return any(entry.passed for entry in self.entries)
 
 
 def table_of(matrix: Matrix) -> Table:
-    """Place a traffic matrix."""
     longest = max(map(len, matrix.destinations), default=0) * LETTER
     width = 46.0 if len(matrix.destinations) <= MAX_LABELLED else 26.0
     slanted = longest > width - 4

@@ -6,7 +6,7 @@ entries of the traffic matrix that carry what both cover. A page lights up links
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,6 @@ from reshard.show.page.drawings import Drawing
 from reshard.show.traffic import Matrix
 
 if TYPE_CHECKING:
-    from reshard.planning.cells.transfers import Transfers
     from reshard.planning.classes import Stack
     from reshard.planning.flows import Flow
     from reshard.planning.names import Feed
@@ -70,7 +69,6 @@ class _Boxes:
 
     @classmethod
     def of(cls, drawing: Drawing, shape: tuple[int, ...]) -> _Boxes:
-        """The boxes of the rectangles: whole in the dims that are not drawn."""
         low = np.zeros((len(drawing.rects), len(shape)), dtype=np.int64)
         high = np.tile(np.array(shape, dtype=np.int64), (len(drawing.rects), 1))
         for at, dim in enumerate(drawing.dims, start=2 - len(drawing.dims)):
@@ -88,13 +86,9 @@ def _shared(feed: Feed, have: _Boxes, want: _Boxes) -> Mask:
     """Which source boxes (rows) have elements in common with which destination boxes (columns)."""
     if not feed.moves:
         return want.touching(have.low, have.high)
-    low, high = (
-        insert_columns(have.low, feed.have_insert, 0),
-        insert_columns(have.high, feed.have_insert, 1),
-    )
-    to_low, to_high = (
-        insert_columns(want.low, feed.want_insert, 0),
-        insert_columns(want.high, feed.want_insert, 1),
+    (low, high), (to_low, to_high) = (
+        (insert_columns(boxes.low, insert, 0), insert_columns(boxes.high, insert, 1))
+        for boxes, insert in ((have, feed.have_insert), (want, feed.want_insert))
     )
     found = np.ones((len(low), len(to_low)), dtype=bool)
     for dim, runs in enumerate(feed.moves):
@@ -134,23 +128,22 @@ def _exact(
             entry = row * matrix.num_bytes.shape[1] + column
             keys = np.unique(moved.runs.cell * size + entry)
             cell, entry = np.divmod(keys, size)
-            here, there = _covered(flow, moved, cell, sides)
+            here, there = (
+                _touched(boxes, low[cell], moved.cells.width[cell], insert)
+                for boxes, low, insert in (
+                    (sides[0], moved.cells.have_low, flow.stack.feed.have_insert),
+                    (sides[1], moved.cells.want_low, flow.stack.feed.want_insert),
+                )
+            )
             for number, (h, w) in enumerate(pairs.tolist()):
                 found[number].update(entry[here[:, h] & there[:, w]].tolist())
     return [sorted(one) for one in found]
 
 
-def _covered(
-    flow: Flow, rows: Transfers, cell: Ints, sides: tuple[_Boxes, _Boxes]
-) -> Iterator[Mask]:
-    """Which cells touch which rectangles, of the source and of the destination."""
-    cells, feed = rows.cells, flow.stack.feed
-    for lows, insert, boxes in (
-        (cells.have_low, feed.have_insert, sides[0]),
-        (cells.want_low, feed.want_insert, sides[1]),
-    ):
-        low = np.delete(lows[cell], insert, axis=1)
-        yield boxes.touching(low, low + np.delete(cells.width[cell], insert, axis=1))
+def _touched(boxes: _Boxes, low: Ints, width: Ints, insert: Sequence[int]) -> Mask:
+    """Which cells touch which boxes, in the dims of the tensor that has these boxes."""
+    low = np.delete(low, insert, axis=1)
+    return boxes.touching(low, low + np.delete(width, insert, axis=1))
 
 
 def _possible(

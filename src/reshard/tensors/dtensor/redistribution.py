@@ -96,7 +96,6 @@ class Redistribution:
         return self.work is None and self.boxes is None and self.sent is None and usual
 
     def check_into(self) -> None:
-        """Refuse ``into`` where the result is computed from what was moved."""
         if not self.is_plain:
             raise TensorError(
                 f"to {list(self.target[1])} the result is computed from what was moved: leave out "
@@ -106,12 +105,28 @@ class Redistribution:
     def run(
         self, ticket: Ticket, tensor: DTensor, into: torch.Tensor | None, grad: bool
     ) -> DTensor:
-        """Move the values."""
-        if not self.is_plain:
-            return self._run_with_work(ticket, tensor, grad)
-        moved = self._move(ticket, dtensor_local(tensor), into, grad)
-        kind, stride = getattr(torch, self.move.cast), tensor.stride()
-        return dtensor_of(moved, *self.target, self.move.shape, stride=stride, dtype=kind)
+        if self.is_plain:
+            moved = self._move(ticket, dtensor_local(tensor), into, grad)
+            kind, stride = getattr(torch, self.move.cast), tensor.stride()
+            return dtensor_of(moved, *self.target, self.move.shape, stride=stride, dtype=kind)
+        mesh, kind = self.target[0], getattr(torch, self.result or self.move.cast)
+        if mesh.get_coordinate() is None:
+            self._move(ticket, None, None, grad)
+            empty = torch.empty(0, dtype=kind, device="cpu")
+            return dtensor_with(empty, self.target, tensor, self.reading)
+        rank, shape = this_rank(), self.move.shape
+        expected = (
+            self.boxes.local_shape(rank) if self.boxes else self.move.have.local_shape(rank, shape)
+        )
+        local = dtensor_local(tensor, expected)
+        if local is not None and self.sent is not None:
+            local = local.to(self.sent)
+        if local is not None and self.work is not None:
+            local = self.work.before(local)
+        moved = self._move_local(ticket, local, grad)
+        if self.work is not None:
+            moved = self.work.after(moved, mesh, kind)
+        return dtensor_with(moved.to(kind), self.target, tensor, self.reading)
 
     def _move(
         self,
@@ -126,28 +141,6 @@ class Redistribution:
             return unmoved
         device = self.target[0].device_type
         return self.move.call(ticket, local, into, device, grad, options).run().get(ONE)
-
-    def _run_with_work(self, ticket: Ticket, tensor: DTensor, grad: bool) -> DTensor:
-        mesh = self.target[0]
-        kind: torch.dtype = getattr(torch, self.result or self.move.cast)
-        if mesh.get_coordinate() is None:
-            self._move(ticket, None, None, grad)
-            empty = torch.empty(0, dtype=kind, device="cpu")
-            return dtensor_with(empty, self.target, tensor, self.reading)
-        local = dtensor_local(tensor, self._local_shape())
-        if local is not None and self.sent is not None:
-            local = local.to(self.sent)
-        if local is not None and self.work is not None:
-            local = self.work.before(local)
-        moved = self._move_local(ticket, local, grad)
-        if self.work is not None:
-            moved = self.work.after(moved, mesh, kind)
-        return dtensor_with(moved.to(kind), self.target, tensor, self.reading)
-
-    def _local_shape(self) -> tuple[int, ...]:
-        if self.boxes is not None:
-            return self.boxes.local_shape(this_rank())
-        return self.move.have.local_shape(this_rank(), self.move.shape)
 
     def _move_local(self, ticket: Ticket, local: torch.Tensor | None, grad: bool) -> torch.Tensor:
         rank, move, device = this_rank(), self.move, self.target[0].device_type
@@ -214,9 +207,9 @@ def is_special(tensor: DTensor, target: Sequence[Any]) -> bool:
     pending = [one for one in both if isinstance(one, Partial)]
     if not pending:
         return False
-    sizes, placed = tuple(tensor.device_mesh.shape), positive_dims(placements, tensor.shape)
     if any(one.reduce_op not in OPS for one in pending):
         return True
+    sizes, placed = tuple(tensor.device_mesh.shape), positive_dims(placements, tensor.shape)
     return work_for(sizes, tensor.placements, placed, tensor.dtype) is not None
 
 
@@ -375,25 +368,23 @@ def repeat(ticket: Ticket, tensor: DTensor, target: OnMesh) -> DTensor | None:
 
 def remember(tensor: DTensor, how: Redistribution, moved: DTensor) -> None:
     """Cache a move with default settings that was just made."""
-    spec, move, settings = tensor._spec, how.move, how.settings
-    shape, result = tensor._local_tensor.shape, moved._local_tensor.shape
-    if move.cast != move.dtype or move.memory != USUAL_MEMORY:
-        return
-    if settings.group is not None or settings.options:
+    spec, move, (mesh, placements) = tensor._spec, how.move, how.target
+    shape, settings = tensor._local_tensor.shape, how.settings
+    is_default = move.cast == move.dtype and move.memory == USUAL_MEMORY
+    if not is_default or settings.group is not None or settings.options:
         return
     # Strided shards are read in several ways, and empty local tensors may have several shapes.
-    both = (*tensor.placements, *how.target[1])
+    both = (*tensor.placements, *placements)
     if any(isinstance(one, _StridedShard) for one in both) or not shape.numel():
         return
     is_unmoved = move.unmoved_local(tensor._local_tensor) is not None
-    if is_unmoved and shape != result:
+    if is_unmoved and shape != moved._local_tensor.shape:
         return
     known = _repeated.setdefault(spec.mesh, {})
     if len(known) >= MAX_REPEATED:
         known.clear()
-    have, want = weakref.ref(spec.mesh), weakref.ref(how.target[0])
-    fields = fields_of(moved._spec)
     source = (spec.placements, spec.tensor_meta, spec.shard_order)
-    known[hash(spec), tuple(how.target[1])] = _Repeated(
+    have, want, fields = weakref.ref(spec.mesh), weakref.ref(mesh), fields_of(moved._spec)
+    known[hash(spec), tuple(placements)] = _Repeated(
         source, have, want, weakref.ref(move), shape, is_unmoved, fields
     )
