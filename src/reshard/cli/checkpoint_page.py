@@ -19,7 +19,6 @@ __all__ = ["render_stored"]
 MAX_DRAWN = 12
 MAX_LINES = 200
 MAX_BOXES = 20_000
-"""Boxes of a layout that is drawn."""
 
 
 def render_stored(report: Inspection, footer: Footer | None = None) -> str:
@@ -53,8 +52,6 @@ def render_stored(report: Inspection, footer: Footer | None = None) -> str:
         moves_title="How the tensors are stored",
         moves=moves,
         legend=legend_of(colours, moves, len(moves), len(moves)),
-        groups=len(groups),
-        stored=True,
         extra=[(title, lines) for title, lines in _extra(report) if lines],
     )
     return render_page(document, footer or Footer())

@@ -11,9 +11,11 @@ import click
 
 from reshard.cli.options import (
     REPLICATE,
-    RULES,
     compare_and_report,
+    json_option,
+    memory_option,
     replicated,
+    rules_option,
     with_options,
     with_replicas,
 )
@@ -32,15 +34,11 @@ UNFINISHED = 3
 @click.command()
 @click.argument("path")
 @click.option("--tree", is_flag=True, help="The tensors as a tree of their names.")
-@click.option(
-    "--rules",
-    help="Rules of per-rank files: a family such as llama, or a TOML file.",
-    shell_complete=RULES,
-)
+@rules_option("--rules", "Rules of per-rank files: a family such as llama, or a TOML file.")
 @click.option("--mesh", help='The mesh of per-rank files, such as "tp=4".')
 @click.option("--replicate", multiple=True, metavar="AXIS", help=REPLICATE)
 @click.option("--html", metavar="FILE", help="Write the report as a page that lists every tensor.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def inspect(
     path: str,
     tree: bool,
@@ -82,11 +80,7 @@ def inspect(
 @click.argument("src")
 @click.argument("dst")
 @click.option("--mesh", help='The mesh of the destination, such as "tp=2" or "dp=2 tp=4".')
-@click.option(
-    "--rules",
-    help="A family such as llama, or a TOML file; else by config.json.",
-    shell_complete=RULES,
-)
+@rules_option("--rules", "A family such as llama, or a TOML file; else by config.json.")
 @click.option("--layout", "layouts", multiple=True, metavar="NAME=LAYOUT", help=(
     "The layout of tensors by name or pattern, such as '*=tp ...'; may be repeated, the first that "
     "matches counts; patterns leave 0-d tensors whole."
@@ -106,16 +100,12 @@ def inspect(
     "--drop", multiple=True, metavar="NAME",
     help="Tensors, by name or pattern, to leave out as far as no name takes them.",
 )  # fmt: skip
-@click.option(
-    "--from-rules",
-    help="Rules of the source's per-rank files: a family, or a TOML file.",
-    shell_complete=RULES,
-)
+@rules_option("--from-rules", "Rules of the source's per-rank files: a family, or a TOML file.")
 @click.option("--from-mesh", help="The mesh of the source, where its files do not say.")
 @click.option("--max-shard-size", default="5GB", show_default=True, help=(
     "The maximum size of one file with --format full."
 ))  # fmt: skip
-@click.option("--memory", default="256MiB", show_default=True, help="Maximum memory for buffers.")
+@memory_option
 @click.option("--workers", type=click.IntRange(1, 64), help="Threads; 4 if not given.")
 @click.option(
     "--checksums/--no-checksums", default=True, help="Write checksums, check the source's."
@@ -132,7 +122,7 @@ def inspect(
 @click.option(
     "--timeout", default=600.0, show_default=True, help="Seconds to wait for other ranks."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def convert(src: str, dst: str, ranks: bool, timeout: float, as_json: bool, **words: Any) -> int:
     """Write a checkpoint for another mesh, or in another format.
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.cli.options import model_specs
+from reshard.cli.options import json_option, model_specs
 from reshard.cli.output import fitted, print_json, terminal_width, wants_boxes, working
 from reshard.errors import LiveError
 from reshard.text import align, format_bytes
@@ -44,7 +44,6 @@ HAVE, FSDP, WANT, REPLICAS = "dp=2 tp=4", "dp", "dp=2 tp=2 @ 8-11", "dp"
 SMALLER = (2, 8)
 """The simulations divide every dim by these: of one decoder layer, and of the whole model."""
 SHOWN = "model.layers.0.mlp.gate_proj.weight"
-"""The tensor of the picture at the end."""
 NEXT = (
     (
         f'reshard plan --model {{model}} --from "{HAVE}" --from-fsdp {FSDP} \\\n'
@@ -102,7 +101,6 @@ class Converted:
     """A checkpoint that was resharded on disk, and whether it still holds the same values."""
 
     found: str
-    """The first line of ``inspect`` for the source."""
     made: str
     bytes_read: int
     bytes_written: int
@@ -121,7 +119,7 @@ class Converted:
 @click.option("--model", type=click.Choice(MODELS), default=MODELS[0], show_default=True)
 @click.option("--live/--no-live", default=True, help="Also run the move on processes.")
 @click.option("--trace", metavar="FILE", help="Write the live run as a trace for Perfetto.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def demo(model: str, live: bool, trace: str | None, as_json: bool) -> int:
     """Plan, prove, simulate and run a move of a real model; convert a small checkpoint.
 

@@ -49,7 +49,6 @@ MAX_RANKS = 4096
 MAX_BOXES = 100_000
 """What one layout may have; a page with more takes too long to wait for."""
 MAX_TEXT = 300
-"""Characters of a field."""
 
 T = TypeVar("T")
 

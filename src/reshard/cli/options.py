@@ -24,30 +24,44 @@ if TYPE_CHECKING:
     from reshard.rules import Rules
 
 __all__ = [
-    "MODELS", "REPLICATE", "RULES", "add_manners", "compare_and_report", "model_config",
-    "model_specs", "parse_model_mesh", "parse_shape", "parse_side", "replicated", "with_options",
-    "with_replicas",
+    "REPLICATE", "add_manners", "compare_and_report", "json_option", "memory_option",
+    "model_config", "model_option", "model_specs", "parse_model_mesh", "parse_shape", "parse_side",
+    "replicated", "rules_option", "with_options", "with_replicas",
 ]  # fmt: skip
 
 REPLICATE = "An axis of the mesh along which the rules replicate everything, on purpose."
 MAX_ELEMENTS = 1 << 56
 MAX_CONFIG = 1 << 24
 
+F = TypeVar("F", bound=Callable[..., Any])
+R = TypeVar("R", bound=Report)
+
 _TIMES = re.compile(r"\d+(x\d+)+\Z", re.ASCII)
 
 
-def MODELS(_: Any, __: Any, typed: str) -> list[str]:  # noqa: N802
-    """What a shell completes after --model."""
-    from reshard.rules.models import PRESETS
+def model_option(text: str) -> Callable[[F], F]:
+    """The option --model; a shell completes the names of known models."""
 
-    return [name for name in PRESETS if name.startswith(typed)]
+    def known(_: Any, __: Any, typed: str) -> list[str]:
+        from reshard.rules.models import PRESETS
+
+        return [name for name in PRESETS if name.startswith(typed)]
+
+    return click.option("--model", help=text, shell_complete=known)
 
 
-def RULES(_: Any, __: Any, typed: str) -> list[str]:  # noqa: N802
-    """What a shell completes after --rules."""
-    from reshard.rules import Rules
+def rules_option(name: str, text: str) -> Callable[[F], F]:
+    """An option for rules; a shell completes the names of families."""
 
-    return [name for name in Rules.families() if name.startswith(typed)]
+    def families(_: Any, __: Any, typed: str) -> list[str]:
+        from reshard.rules import Rules
+
+        return [family for family in Rules.families() if family.startswith(typed)]
+
+    return click.option(name, help=text, shell_complete=families)
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 def add_manners(command: click.Command) -> None:
@@ -75,27 +89,21 @@ def _remember(context: click.Context, option: click.Parameter, value: bool) -> N
     said[option.name] = value or said.get(option.name, False)
 
 
-R = TypeVar("R", bound=Report)
-C = TypeVar("C", bound=Callable[..., int])
-
+memory_option = click.option(
+    "--memory", default="256MiB", show_default=True, help="Maximum memory for buffers."
+)
 _OPTIONS = (
-    click.option(
-        "--memory", default="256MiB", show_default=True, help="Maximum memory for buffers."
-    ),
-    click.option(
-        "--rules",
-        help="Rules of the per-rank files of A: a family, or a TOML file.",
-        shell_complete=RULES,
-    ),
+    memory_option,
+    rules_option("--rules", "Rules of the per-rank files of A: a family, or a TOML file."),
     click.option("--mesh", help='The mesh of the per-rank files of A, such as "tp=4".'),
-    click.option("--b-rules", help="Rules of the per-rank files of B.", shell_complete=RULES),
+    rules_option("--b-rules", "Rules of the per-rank files of B."),
     click.option("--b-mesh", help="The mesh of the per-rank files of B."),
     click.option("--replicate", multiple=True, metavar="AXIS", help=REPLICATE),
-    click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+    json_option,
 )
 
 
-def with_options(command: C) -> C:
+def with_options(command: F) -> F:
     """The options of a command that reads one or two checkpoints in full."""
     for option in reversed(_OPTIONS):  # the last one that is added is shown first
         command = option(command)

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard.cli.options import (
-    MODELS,
-    RULES,
+    json_option,
     model_config,
+    model_option,
     model_specs,
     parse_model_mesh,
     parse_shape,
     parse_side,
     replicated,
+    rules_option,
 )
 from reshard.cli.output import fitted, print_json, print_lines, say_written, terminal_width
 from reshard.errors import PlanError, ProofError
@@ -39,26 +40,21 @@ STEPS = ("sends", "receives", "copies")
 
 
 MODEL_OPTIONS = ("from_rules", "to_rules", "from_fsdp", "to_fsdp", "replicate")
-"""Options that need --model."""
 
 
 @click.command()
 @click.option("--from", "have", required=True, help='Where it is: "dp=2 tp=4: (dp tp) -".')
 @click.option("--to", "want", required=True, help='Where it goes: "tp=2 @ 8-9: - tp".')
 @click.option("--shape", help="The shape of one tensor, such as 8192,4096.")
-@click.option(
-    "--model", help="A model: llama-3-8b, ..., a config.json or its folder.", shell_complete=MODELS
-)
+@model_option("A model: llama-3-8b, ..., a config.json or its folder.")
 @click.option("--dtype", help="The dtype; if not given float32, or the model's.")
 @click.option("--to-dtype", help="The dtype at the destination, if it is another one.")
 @click.option("--memory", help="Maximum staging memory per rank; 256MiB if not given.")
 @click.option("--topology", metavar="FILE", help="Hosts and links, as TOML: predicts seconds.")
 @click.option("--without", metavar="RANKS", help="Source ranks that are lost, such as 3,7.")
-@click.option(
-    "--rules", help="With --model: a family such as llama, or a TOML file.", shell_complete=RULES
-)
-@click.option("--from-rules", help="Rules for the source alone.", shell_complete=RULES)
-@click.option("--to-rules", help="Rules for the destination alone.", shell_complete=RULES)
+@rules_option("--rules", "With --model: a family such as llama, or a TOML file.")
+@rules_option("--from-rules", "Rules for the source alone.")
+@rules_option("--to-rules", "Rules for the destination alone.")
 @click.option("--from-fsdp", metavar="AXES", help="Axes that shard dim 0 of the source further.")
 @click.option("--to-fsdp", metavar="AXES", help="Axes that shard dim 0 of the destination further.")
 @click.option("--replicate", multiple=True, metavar="AXIS", help=(
@@ -71,7 +67,7 @@ MODEL_OPTIONS = ("from_rules", "to_rules", "from_fsdp", "to_fsdp", "replicate")
     "With --html: what a run of this plan measured, as RunReport.save wrote it; may be repeated."
 ))  # fmt: skip
 @click.option("--save", metavar="FILE", help="Write the plan as .html, .json or .trace.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def plan(
     rules: str | None,
     rank: int | None,
@@ -277,7 +273,7 @@ def _print_json(move: Plan, rank: int | None, failure: str | None, notes: Sequen
 @click.option("--from", "have", help='Where it is: "dp=2 tp=4: (dp tp) -".')
 @click.option("--to", "want", help='Where it goes: "tp=2 @ 8-9: - tp".')
 @click.option("--shape", help="The shape of the tensor, such as 8192,4096.")
-@click.option("--model", help="A whole model instead, such as llama-3-8b.", shell_complete=MODELS)
+@model_option("A whole model instead, such as llama-3-8b.")
 @click.option("--from-fsdp", metavar="AXES", help="With --model: axes that shard dim 0 further.")
 @click.option("--to-fsdp", metavar="AXES", help="The same for the destination.")
 @click.option("--replicate", multiple=True, metavar="AXIS", help=(
@@ -302,7 +298,7 @@ def explore(port: int | None, no_browser: bool, as_json: bool, **words: Any) -> 
     """
     from reshard.cli.explore_server import Server, answer_of
 
-    values = _tensor_values(**words) if words["model"] is None else _model_values(**words)
+    values = _values(**words)
     errors = answer_of(values).errors  # the first page must be one; and this loads all it needs
     if errors:
         raise PlanError("; ".join(errors.values()))
@@ -328,28 +324,24 @@ def explore(port: int | None, no_browser: bool, as_json: bool, **words: Any) -> 
     return 0
 
 
-def _tensor_values(have: str | None, want: str | None, **given: Any) -> dict[str, str]:
-    from reshard.cli.explore_server import DEFAULTS
+def _values(have: str | None, want: str | None, **given: Any) -> dict[str, str]:
+    """The fields of the explorer, as far as options name them."""
+    from reshard.cli.explore_server import DEFAULTS, MODEL_DEFAULTS
 
-    for option in MODEL_OPTIONS:
+    is_model = given["model"] is not None
+    if is_model and given["shape"]:
+        raise click.UsageError("give --shape (one tensor) or --model (a whole model), not both")
+    for option in () if is_model else MODEL_OPTIONS:
         if given.get(option):
             name = option.replace("_", "-")
             raise click.UsageError(f"--{name} is for --model: a layout names all its axes")
     for side, option, text in (("have", "--from", have), ("want", "--to", want)):
-        if text is not None:
+        if text is not None and is_model:
+            given[f"{side}_mesh"] = str(parse_model_mesh(text, option))
+        elif text is not None:
             parse_side(text, option)
             given[f"{side}_mesh"], _, given[f"{side}_layout"] = map(str.strip, text.partition(":"))
-    return {name: given.get(name) or value for name, value in DEFAULTS.items()}
-
-
-def _model_values(have: str | None, want: str | None, **given: Any) -> dict[str, str]:
-    from reshard.cli.explore_server import MODEL_DEFAULTS
-
-    if given["shape"]:
-        raise click.UsageError("give --shape (one tensor) or --model (a whole model), not both")
-    for side, option, text in (("have", "--from", have), ("want", "--to", want)):
-        if text is not None:
-            given[f"{side}_mesh"] = str(parse_model_mesh(text, option))
     given |= {"have_fsdp": given["from_fsdp"], "want_fsdp": given["to_fsdp"]}
     given["replicate"] = " ".join(given["replicate"])
-    return {name: given.get(name) or value for name, value in MODEL_DEFAULTS.items()}
+    defaults = MODEL_DEFAULTS if is_model else DEFAULTS
+    return {name: given.get(name) or value for name, value in defaults.items()}

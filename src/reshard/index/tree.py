@@ -91,7 +91,13 @@ def build(source: str | Path, out: str | Path) -> IndexReport:
             name = path.encode(errors="backslashreplace").decode()  # it may be no UTF-8
             skipped.append((name, " ".join(str(error).split())[:200] or type(error).__name__))
             continue
-        _count(record, len(files), words)
+        for word, (kind, line, count) in record.identifiers.items():
+            # Occurrences, files, and where it is defined or first found.
+            seen = words.setdefault(word, [0, 0, len(files), line, 0])
+            seen[0] += count
+            seen[1] += 1
+            if kind == DEFINED and not seen[4]:
+                seen[2:] = [len(files), line, 1]
         files.append(_remembered(root, record))
         lines += record.lines
     _write_links(target, files)
@@ -140,16 +146,6 @@ def _remembered(root: Path, record: Record) -> _File:
         absolute = ".".join([*base, written.lstrip(".")]).strip(".")
         imports.append((written, absolute, tuple(taken)))
     return _File(record.path, ".".join(names), record.summary, tuple(imports))
-
-
-def _count(record: Record, index: int, words: dict[str, list[int]]) -> None:
-    """Add the keywords of a file: occurrences, files, and where each is defined or first found."""
-    for word, (kind, line, count) in record.identifiers.items():
-        seen = words.setdefault(word, [0, 0, index, line, 0])
-        seen[0] += count
-        seen[1] += 1
-        if kind == DEFINED and not seen[4]:
-            seen[2:] = [index, line, 1]
 
 
 def _write_links(target: Path, files: list[_File]) -> None:

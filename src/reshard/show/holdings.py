@@ -86,7 +86,6 @@ class Picture:
     dims: tuple[int, ...]
     """Which dims of the tensor are drawn; no other is sharded."""
     ndim: int
-    """How many dims the tensor has."""
 
     @property
     def is_merged(self) -> bool:
@@ -207,7 +206,6 @@ class Holdings:
     num_different: int
     """How many different things ranks hold."""
     num_ranks: int
-    """Ranks that hold anything."""
     idle: tuple[int, ...] = ()
     """Ranks of the mesh that hold nothing."""
 

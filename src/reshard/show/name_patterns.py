@@ -92,9 +92,9 @@ def _merge(items: dict[Parts, int]) -> dict[Parts, int]:
     words = [len({parts[at] for parts in items if at < len(parts)}) for at in range(width)]
     # The part with the most words first: thousands of experts become one name at once.
     order = sorted(range(width), key=lambda at: -words[at])
-    before = -1
-    while before != len(items):
-        before = len(items)
+    before: dict[Parts, int] = {}
+    while len(before) != len(items):
+        before = items
         for part in order:
             items = _merge_at(items, part)
     return items

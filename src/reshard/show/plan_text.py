@@ -43,7 +43,6 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_ROWS = 24
-"""Stacks that the text lists, the largest first."""
 MAX_NAME = 64
 MAX_LAYOUT = 36
 IMBALANCE = 1.2

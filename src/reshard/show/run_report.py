@@ -30,7 +30,6 @@ from reshard.text import align, format_bytes
 __all__ = ["RoundReport", "RunReport", "format_seconds"]
 
 MAX_LINES = 8
-"""Rounds that are printed; if there are more, the slowest are."""
 
 SCHEMA = "reshard.run/2"
 EXPECTED = f'expected JSON with the schema "{SCHEMA}", as RunReport.save writes it'

@@ -39,7 +39,6 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_ROWS = 16
-"""Rows of a picture and of a table."""
 MAX_PIECES = 64
 MAX_WIDTH = 76
 CELL_WIDTH = 7
@@ -61,7 +60,6 @@ class Span:
 
     text: str
     background: str | None = None
-    """A colour such as ``#ffcc00``, or None."""
     bold: bool = False
 
 

@@ -58,7 +58,6 @@ class Groups:
     labels: tuple[str, ...]
     numbers: Ints
     of: Ints
-    """The group of each number."""
 
     def find(self, numbers: Ints) -> Ints:
         """The groups of these numbers; of any group where a number is in none."""

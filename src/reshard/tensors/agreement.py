@@ -62,7 +62,6 @@ MAX_MESSAGE = 4096
 """Characters of an error message that are sent to the other ranks."""
 
 MAX_VALUES = 4
-"""How many different values an error names."""
 
 IN_CALLS = ("is in", "are in")
 ROW = "a row of bytes from each rank"
@@ -77,7 +76,6 @@ class Agreement:
     """The ranks of a process group that must agree on something, or all raise."""
 
     group: dist.ProcessGroup | None
-    """None for the default group."""
     what: str
     """What the ranks are doing, for error messages: "saving a checkpoint"."""
     timeout: float = 60.0

@@ -170,17 +170,9 @@ def _cast_gradient(tensor: Tensor, kind: torch.dtype) -> Tensor:
     return tensor.to(kind)
 
 
-class _Like:
-    """Shape, dtype and device that a gradient must have."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape, self.kind, self.device = tensor.shape, tensor.dtype, tensor.device
-
-    def fit(self, gradient: Tensor | None) -> Tensor:
-        """A gradient in this dtype; zeros where there is none."""
-        if gradient is None:
-            return torch.zeros(self.shape, dtype=self.kind, device=self.device)
-        return _cast_gradient(gradient, self.kind)
+def _like(tensor: Tensor) -> dict[str, Any]:
+    """What ``torch.zeros`` needs for a gradient of this tensor."""
+    return {"size": tensor.shape, "dtype": tensor.dtype, "device": tensor.device}
 
 
 class _Move(torch.autograd.Function):
@@ -188,7 +180,7 @@ class _Move(torch.autograd.Function):
     def forward(
         ctx: Any, source: Tensor, moved: Tensor | list[Tensor], backward: Backward, hidden: bool
     ) -> Tensor:
-        ctx.back, ctx.like, ctx.hidden = backward, _Like(source), hidden
+        ctx.back, ctx.like, ctx.hidden = backward, _like(source), hidden
         return moved[0] if isinstance(moved, list) else moved.view_as(moved)
 
     @staticmethod
@@ -201,16 +193,17 @@ class _MoveBack(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gradient: Tensor, backward: Backward, like: _Like, hidden: bool
+        ctx: Any, gradient: Tensor, backward: Backward, like: dict[str, Any], hidden: bool
     ) -> Tensor:
-        ctx.back = replace(backward, move=backward.move.back)
-        ctx.like = _Like(gradient)
+        ctx.back, ctx.like = replace(backward, move=backward.move.back), _like(gradient)
         kind: torch.dtype = getattr(torch, backward.move.dtype)
         # A rank that got nothing has an empty gradient, a rank without a source an empty leaf.
         holds = backward.move.have.holds(dist.get_rank()) is not None
         local = materialize(_cast_gradient(gradient.detach(), kind)) if holds else None
-        result = backward.run(local, like.device)
-        return like.fit(None if hidden else result)
+        result = backward.run(local, like["device"])
+        if hidden or result is None:
+            return torch.zeros(**like)
+        return _cast_gradient(result, like["dtype"])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

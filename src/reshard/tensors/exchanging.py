@@ -171,10 +171,8 @@ def _read_names(
 
 
 MOST_NAMED = 4
-"""How many tensors an error names."""
 
 MOST_BOXES = 2
-"""How many boxes of a rank an error lists."""
 
 NOT_JOINED = (
     "sub-meshes with pending sums or interleaved blocks must have the same axes and words to be "
@@ -187,7 +185,6 @@ PLAIN = (
 )
 
 ByRank = Mapping[int, TensorSpec]
-"""The spec that each rank gives for one tensor."""
 
 
 def merge_specs(specs: Mapping[int, Mapping[str, TensorSpec]]) -> dict[str, TensorSpec]:
@@ -254,12 +251,9 @@ class _Merger:
             self._in_words[layouts] = _in_words(layouts, self._meshes)
         layout = self._in_words[layouts] or _in_boxes(layouts, first.shape)
         if layout is None:
-            return _Difference(_with(first, layouts[0]), _with(first, layouts[1]), NOT_JOINED)
-        return _with(first, layout)
-
-
-def _with(spec: TensorSpec, layout: Layout) -> TensorSpec:
-    return spec if layout is spec.layout else replace(spec, layout=layout)
+            one, other = (replace(first, layout=each) for each in layouts[:2])
+            return _Difference(one, other, NOT_JOINED)
+        return replace(first, layout=layout)
 
 
 def _held(layout: Layout, rank: int, shape: tuple[int, ...]) -> str:
@@ -329,7 +323,8 @@ def _without_repeats(
             if other is not None and not holds_alike(layout, other, rank, spec.shape):
                 one, two = (_held(each, rank, spec.shape) for each in (other, layout))
                 why = f"the first gives rank {rank} {one}, the second {two}"
-                return _Difference(_with(spec, other), _with(spec, layout), why)
+                sides = replace(spec, layout=other), replace(spec, layout=layout)
+                return _Difference(*sides, why)
         if not by_rank.keys() >= set(layout.ranks):
             kept.add(layout)
             for rank in layout.ranks:

@@ -225,7 +225,7 @@ class Request(NamedTuple):
 
     def check(self) -> Any:
         """The destination; refuses one that cannot be understood, and such settings."""
-        target = self.want if self.to is None else self.to
+        target = self.target
         if target is None or (self.want is not None and self.to is not None):
             raise TensorError("a move needs one destination: give want=layout, or to=")
         if not isinstance(target, DESTINATION_TYPES):

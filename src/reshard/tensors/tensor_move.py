@@ -92,7 +92,6 @@ class TensorMove:
     shape: tuple[int, ...]
     dtype: str
     cast: str
-    """The dtype at the destination."""
     memory: int
     _unmoved_shapes: dict[int, Shapes | None] = field(default_factory=dict)
 

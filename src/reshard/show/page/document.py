@@ -45,7 +45,6 @@ class Card:
     part: float | None = None
     """How full a bar below the figure is, where there is one."""
     bad: bool = False
-    """Whether the note is a warning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,23 +102,19 @@ class Document:
     headline: str
     cards: Sequence[Card]
     data: Mapping[str, Any]
-    """What the script of the page works with."""
     digest: str = ""
     damage: Sequence[str] = ()
     reasons_title: str = "Why it costs that"
     reasons: Sequence[str] = ()
     moves_title: str = "Who holds what, before and after"
     moves: Sequence[Move] = ()
-    max_open: int = 3
     legend: str = ""
     table: Table | None = None
     lanes: Sequence[Lane] = ()
     scale: Sequence[Tick] = ()
     rounds_note: str = ""
     run: Run | None = None
-    groups: int = 0
     groups_title: str = "Tensors"
-    stored: bool = False
     """Whether tensors have one layout only, that of a checkpoint."""
     extra: Sequence[tuple[str, Sequence[str]]] = ()
     """Titles and lines of what is shown when asked for."""

@@ -32,8 +32,7 @@ from reshard.show.page.document import (
     clean,
     render_page,
 )
-from reshard.show.page.drawings import Colours, Tick, drawing_of, table_of
-from reshard.show.page.links import links_of
+from reshard.show.page.drawings import Colours, Tick, drawing_of, links_of, table_of
 from reshard.show.plan_text import (
     StackRow,
     headline,
@@ -65,7 +64,6 @@ MAX_LANES = 24
 MAX_LISTED = 50_000
 """Groups that are listed with their tensors."""
 MAX_ROUNDS = 32
-"""Measured rounds that are shown; if there are more, the slowest are."""
 PHASES = ("packing", "waiting", "unpacking")
 
 
@@ -106,7 +104,6 @@ def document_of(
         rounds_note=f"{count(plan.num_rounds, 'round')}; a round is one exchange, in which no rank "
         "stages more than the cap.",
         run=run_of(reports),
-        groups=len(rows),
         groups_title="Tensors that move alike",
     )
 

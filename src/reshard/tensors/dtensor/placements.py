@@ -79,7 +79,6 @@ def axis_names(names: Sequence[str] | None, num_axes: int) -> tuple[str, ...]:
 
 
 OPS = {"sum": "sum", "avg": "avg", "max": "max", "min": "min", "product": "prod"}
-"""The names of reductions in torch and in the notation."""
 
 ShardOrder = tuple[tuple[int, tuple[int, ...]], ...] | None
 """DTensor's own shard order, where it has one."""
@@ -118,7 +117,6 @@ class Placed(NamedTuple):
     mesh: Mesh
     placements: tuple[Placement, ...]
     order: ShardOrder = None
-    """DTensor's own shard order, where it has one."""
     nested: bool = True
     """Whether strided shards are an order of nesting; if not, they shard from left to right."""
 

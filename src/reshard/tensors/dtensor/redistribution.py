@@ -114,10 +114,10 @@ class Redistribution:
             self._move(ticket, None, None, grad)
             empty = torch.empty(0, dtype=kind, device="cpu")
             return dtensor_with(empty, self.target, tensor, self.reading)
-        rank, shape = this_rank(), self.move.shape
-        expected = (
-            self.boxes.local_shape(rank) if self.boxes else self.move.have.local_shape(rank, shape)
-        )
+        if self.boxes is not None:
+            expected = self.boxes.local_shape(this_rank())
+        else:
+            expected = self.move.have.local_shape(this_rank(), self.move.shape)
         local = dtensor_local(tensor, expected)
         if local is not None and self.sent is not None:
             local = local.to(self.sent)
@@ -129,11 +129,7 @@ class Redistribution:
         return dtensor_with(moved.to(kind), self.target, tensor, self.reading)
 
     def _move(
-        self,
-        ticket: Ticket,
-        local: torch.Tensor | None,
-        into: torch.Tensor | None,
-        grad: bool,
+        self, ticket: Ticket, local: torch.Tensor | None, into: torch.Tensor | None, grad: bool
     ) -> torch.Tensor | None:
         options = self.settings.options
         unmoved = self.move.unmoved(ticket, local, options) if into is None else None
@@ -328,7 +324,6 @@ class _Repeated(NamedTuple):
     local_shape: torch.Size
     is_unmoved: bool
     fields: SpecFields
-    """The spec of the result."""
 
 
 _repeated: weakref.WeakKeyDictionary[

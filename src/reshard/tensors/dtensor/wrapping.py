@@ -37,7 +37,6 @@ Reading = tuple[ShardOrder, bool]
 """A shard order, if there is one, and whether strided shards are an order of nesting."""
 
 MAX_SPECS = 256
-"""Specs that are kept per mesh."""
 
 
 def dtensor_layout(tensor: DTensor) -> Layout:
