@@ -39,7 +39,14 @@ from reshard.layout.spec import TensorSpec
 from reshard.planning.plans import plan
 from reshard.rules.models import preset
 from reshard.show.holdings import num_boxes
-from reshard.show.page.document import Document, Field, Footer, as_json, render_page, render_part
+from reshard.show.page.document import (
+    Document,
+    Field,
+    Footer,
+    as_json,
+    render_fragment,
+    render_page,
+)
 from reshard.show.page.plan_page import document_of
 from reshard.text import parse_bytes
 
@@ -76,6 +83,11 @@ _MODEL_FIELDS = (
 """A model is the name of a known one, never a path: requests do not make the server read files."""
 DEFAULTS = {name: value for name, _, value, _ in _TENSOR_FIELDS}
 MODEL_DEFAULTS = {name: value for name, _, value, _ in _MODEL_FIELDS}
+_OPTIONS = {
+    "dtype": "--dtype", "memory": "--memory", "model": "--model", "have_mesh": "--from",
+    "have_fsdp": "--from-fsdp", "want_mesh": "--to", "want_fsdp": "--to-fsdp", "shape": "--shape",
+}  # fmt: skip
+"""The options of ``reshard plan`` for the same."""
 
 
 @dataclass(slots=True)
@@ -90,16 +102,11 @@ class Answer:
     def footer(self) -> Footer:
         """Where the document comes from: commands that show the same."""
         value = {name: text.strip() for name, text in self.values.items()}
-        options = {"--dtype": value["dtype"], "--memory": value["memory"]}
-        if "model" in value:
-            options |= {"--model": value["model"], "--from": value["have_mesh"]}
-            options |= {"--from-fsdp": value["have_fsdp"], "--to": value["want_mesh"]}
-            options |= {"--to-fsdp": value["want_fsdp"]}
-        else:
-            options |= {"--from": f"{value['have_mesh']}: {value['have_layout']}"}
-            options |= {"--to": f"{value['want_mesh']}: {value['want_layout']}"}
-            options |= {"--shape": value["shape"]}
-        words = [word for option, text in options.items() if text for word in (option, text)]
+        for side in ("have", "want") if "model" not in value else ():
+            value[f"{side}_mesh"] += f": {value[f'{side}_layout']}"
+        words = []
+        for name, option in _OPTIONS.items():
+            words += [option, value[name]] if value.get(name) else []
         for axis in value.get("replicate", "").split():
             words += ["--replicate", axis]
         return Footer(shlex.join(["reshard", "plan", *words]), value.get("model"))
@@ -132,13 +139,10 @@ def answer_of(given: Mapping[str, Any]) -> Answer:
     sides = _model(answer) if "model" in given else _tensor(answer)
     if answer.errors or len(sides) < 2:
         return answer
-    move = None
     with answer.blaming("general"):
-        move = plan(*sides, memory=memory)
+        answer.document = document_of(plan(*sides, memory=memory))
     if "memory" in answer.errors.get("general", ""):
         answer.errors["memory"] = answer.errors.pop("general").replace("memory=", "the cap")
-    if move is not None:
-        answer.document = document_of(move)
     return answer
 
 
@@ -338,7 +342,7 @@ class _Handler(BaseHTTPRequestHandler):
         answer = _bounded(values)
         found: dict[str, Any] = {"errors": answer.errors}
         if answer.document is not None:
-            html = render_part(answer.document, answer.footer)
+            html = render_fragment("doc.html", doc=answer.document, footer=answer.footer)
             found = {"html": html, "title": answer.document.headline, "data": answer.document.data}
         return "application/json", as_json(found)
 

@@ -1,6 +1,6 @@
 """Options that several commands take, and what people write in them, read into values.
 
-Shapes, sides of a move, models, rules, ranks; also how ``verify`` and ``diff`` report.
+Shapes, sides of a move, models, rules, ranks.
 """
 
 from __future__ import annotations
@@ -13,28 +13,23 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from reshard.cli.output import byte_meter, fitted, print_json
 from reshard.errors import FormatError, LayoutError, NotationError, PlanError
-from reshard.text import Report, log
+from reshard.text import log
 
 if TYPE_CHECKING:
     from reshard.layout.layout import Layout
     from reshard.layout.mesh import Mesh
     from reshard.layout.spec import TensorSpec
-    from reshard.rules import Rules
 
 __all__ = [
-    "REPLICATE", "add_manners", "compare_and_report", "json_option", "memory_option",
-    "model_config", "model_option", "model_specs", "parse_model_mesh", "parse_shape", "parse_side",
-    "replicated", "rules_option", "with_options", "with_replicas",
+    "add_manners", "json_option", "memory_option", "model_config", "model_option", "model_specs",
+    "parse_model_mesh", "parse_shape", "parse_side", "replicated", "rules_option",
 ]  # fmt: skip
 
-REPLICATE = "An axis of the mesh along which the rules replicate everything, on purpose."
 MAX_ELEMENTS = 1 << 56
 MAX_CONFIG = 1 << 24
 
 F = TypeVar("F", bound=Callable[..., Any])
-R = TypeVar("R", bound=Report)
 
 _TIMES = re.compile(r"\d+(x\d+)+\Z", re.ASCII)
 
@@ -92,51 +87,6 @@ def _remember(context: click.Context, option: click.Parameter, value: bool) -> N
 memory_option = click.option(
     "--memory", default="256MiB", show_default=True, help="Maximum memory for buffers."
 )
-_OPTIONS = (
-    memory_option,
-    rules_option("--rules", "Rules of the per-rank files of A: a family, or a TOML file."),
-    click.option("--mesh", help='The mesh of the per-rank files of A, such as "tp=4".'),
-    rules_option("--b-rules", "Rules of the per-rank files of B."),
-    click.option("--b-mesh", help="The mesh of the per-rank files of B."),
-    click.option("--replicate", multiple=True, metavar="AXIS", help=REPLICATE),
-    json_option,
-)
-
-
-def with_options(command: F) -> F:
-    """The options of a command that reads one or two checkpoints in full."""
-    for option in reversed(_OPTIONS):  # the last one that is added is shown first
-        command = option(command)
-    return command
-
-
-def with_replicas(
-    axes: Sequence[str], sides: Sequence[tuple[str | None, str | None]]
-) -> list[Rules | str | None]:
-    """The rules of each side, given with its mesh, with the axes of ``--replicate``."""
-    if not axes:
-        return [rules for rules, _ in sides]
-    from reshard.layout.mesh import Mesh
-    from reshard.rules import Rules
-
-    meshes = [Mesh.parse(mesh) if mesh and rules else None for rules, mesh in sides]
-    copies = replicated(axes, [(mesh, None) for mesh in meshes])
-    return [
-        rules if axes is None or rules is None else Rules.load(rules, replicate=axes)
-        for (rules, _), axes in zip(sides, copies, strict=True)
-    ]
-
-
-def compare_and_report(verb: str, compare: Callable[..., R], words: Mapping[str, Any]) -> R:
-    """Compare two checkpoints as the command line asks, and print the report."""
-    given = dict(words)
-    as_json = given.pop("as_json")
-    sides = [(given["rules"], given["mesh"]), (given["b_rules"], given["b_mesh"])]
-    given["rules"], given["b_rules"] = with_replicas(given.pop("replicate"), sides)
-    with byte_meter(verb) as progress:
-        report = compare(given.pop("a"), given.pop("b"), progress=progress, **given)
-    print_json(verb, report.to_dict()) if as_json else print(fitted(str(report)))
-    return report
 
 
 def parse_shape(text: str) -> tuple[int, ...]:

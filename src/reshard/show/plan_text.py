@@ -82,12 +82,9 @@ class StackRow:
 def describe(plan: Plan) -> str:
     """The table that ``str(plan)`` prints."""
     rows = stack_rows(plan)
-    parts = [headline(plan, rows)]
-    if rows:
-        parts.append("\n".join(_table(plan, rows)))
-    parts.append("\n".join(align(figures(plan))))
-    parts.append("\n".join(["why", *(f"  {sentence}" for sentence in reasons(plan))]))
-    return "\n\n".join(parts)
+    why = ["why", *(f"  {sentence}" for sentence in reasons(plan))]
+    parts = [[headline(plan, rows)], [*_table(plan, rows)], align(figures(plan)), why]
+    return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
 def headline(plan: Plan, rows: Sequence[StackRow]) -> str:
@@ -111,14 +108,13 @@ def stack_rows(plan: Plan) -> list[StackRow]:
         low, high = span.get(flow.stack, (slot.first, slot.first))
         last = slot.first + max(slot.num_rounds, 1) - 1
         span[flow.stack] = min(low, slot.first), max(high, last)
-    return [StackRow(stack, _num_bytes(stack), wire[stack], *span[stack]) for stack in plan.stacks]
-
-
-def _num_bytes(stack: Stack) -> int:
-    """What a stack fills: all of its tensors, or the parts that a join or a crop gives them."""
-    lengths = [sum(length for _, _, length in runs) for runs in stack.feed.moves]
-    size = prod(lengths if stack.feed.moves else stack.want.shape)
-    return size * itemsize(stack.want.dtype) * len(stack.names)
+    rows = []
+    for stack in plan.stacks:
+        # A join or a crop fills parts of its tensors.
+        lengths = [sum(length for _, _, length in runs) for runs in stack.feed.moves]
+        size = prod(lengths or stack.want.shape) * itemsize(stack.want.dtype)
+        rows.append(StackRow(stack, size * len(stack.names), wire[stack], *span[stack]))
+    return rows
 
 
 def figures(plan: Plan) -> list[tuple[str, str]]:
@@ -175,6 +171,8 @@ def _against_least(num_bytes: int, least: int | None) -> str:
 
 def _table(plan: Plan, rows: Sequence[StackRow]) -> Iterator[str]:
     """The largest stacks in the order in which they move, and how many are left out."""
+    if not rows:
+        return
     with_mesh, with_dtype = len(_meshes(plan)) > 1, len({row.dtype for row in rows}) > 1
     largest = set(sorted(range(len(rows)), key=lambda i: -rows[i].num_bytes)[:MAX_ROWS])
     cells: list[tuple[str, ...]]

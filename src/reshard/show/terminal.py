@@ -25,7 +25,7 @@ import colorsys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import TextIO, TypeAlias
 
 from reshard.layout.layout import BoxLayout, Layout
@@ -76,8 +76,8 @@ def draw(
     lines: list[Line] = [[Span(_headline(layout, shape, found), bold=True)], []]
     if picture is not None:
         lines += [*frame(picture, width, unicode=unicode, tall=True), []]
-        if picture.is_merged:
-            lines += [[Span("a..b: parts on ranks a to b, too small to draw one by one")], []]
+    if picture is not None and picture.is_merged:
+        lines += [[Span("a..b: parts on ranks a to b, too small to draw one by one")], []]
     return lines + [[Span(line)] for line in table(found, width)]
 
 
@@ -204,8 +204,8 @@ class _Frame:
         spans, shown = [Span(" " * self.gutter)], self._labels if with_labels else {}
         for column, width in enumerate(self.widths):
             label = self._labels[row, column].text(width) if (row, column) in shown else ""
-            spans.append(self._wall(row, column))
-            spans.append(Span(label[:width].center(width), self._colour(row, column)))
+            text = Span(label[:width].center(width), self._colour(row, column))
+            spans += [self._wall(row, column), text]
         return [*spans, self._wall(row, len(self.widths))]
 
     def _wall(self, row: int, column: int) -> Span:
@@ -217,21 +217,16 @@ class _Frame:
         index = "" if len(self.picture.shape) == 1 else str(self.picture.rows[row])
         spans = [Span(index.rjust(self.gutter - 1) + " ")]
         for column, width in enumerate(self.widths):
-            spans.append(Span(self._corner(row, column)))
-            if self._has_floor(row, column):
-                spans.append(Span(("\u2500" if self.unicode else "-") * width))
-            else:
-                spans.append(Span(" " * width, self._colour(row, column)))
+            floor = Span(("\u2500" if self.unicode else "-") * width)
+            if not self._has_floor(row, column):
+                floor = Span(" " * width, self._colour(row, column))
+            spans += [Span(self._corner(row, column)), floor]
         return [*spans, Span(self._corner(row, len(self.widths)))]
 
     def _corner(self, row: int, column: int) -> str:
-        sides = (
-            ("l", self._has_floor(row, column - 1)),
-            ("r", self._has_floor(row, column)),
-            ("u", self._has_wall(row - 1, column)),
-            ("d", self._has_wall(row, column)),
-        )
-        found = "".join(side for side, there in sides if there)
+        across = self._has_floor(row, column - 1), self._has_floor(row, column)
+        down = self._has_wall(row - 1, column), self._has_wall(row, column)
+        found = "".join(compress("lrud", (*across, *down)))
         if self.unicode:
             return _CORNERS[found]
         return {"": " ", "ud": "|", "lr": "-"}.get(found, "+")

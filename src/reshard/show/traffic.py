@@ -32,16 +32,14 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from reshard.layout.columns import distinct, numbered
 from reshard.layout.grid import Ints
+from reshard.planning.plans import Plan
 from reshard.show.terminal import Line, Span, heat
-
-if TYPE_CHECKING:
-    from reshard.planning.plans import Plan
 
 __all__ = ["Matrix", "draw", "group", "short_bytes", "to_trace", "traffic_matrix"]
 

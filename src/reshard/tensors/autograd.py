@@ -25,7 +25,7 @@ from reshard.planning.adjoint import SumMove
 from reshard.planning.plans import ONE, Plan
 from reshard.tensors.kinds import materialize
 
-__all__ = ["Backward", "attach", "gradient_options"]
+__all__ = ["Backward", "attach", "depend_on", "gradient_options"]
 
 
 def gradient_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -148,19 +148,22 @@ def _by_box(flat: Tensor, boxes: Sequence[Box]) -> Iterator[tuple[Box, Tensor]]:
 def attach(source: Tensor | None, leaf: Tensor | None, moved: Tensor, backward: Backward) -> Tensor:
     """The result of a move with its gradient function: from the source, or from a hidden leaf."""
     is_hidden = source is None
-    shares_memory = (
-        source is not None
-        and moved.numel() > 0
-        and (source.untyped_storage().data_ptr() == moved.untyped_storage().data_ptr())
-    )
+    shares_memory = False
     if source is not None:
-        leaf = source
+        leaf, places = source, {one.untyped_storage().data_ptr() for one in (source, moved)}
+        shares_memory = moved.numel() > 0 and len(places) == 1
     elif leaf is None:
         leaf = torch.zeros(0, device=backward.device or "cpu", requires_grad=True)
     # In a list, so that autograd takes it for a new tensor: an argument that is returned becomes a
     # view of that argument, and in-place writes to it raise. A result that shares the source's
     # memory stays such a view.
-    return _attach(leaf, moved if shares_memory else [moved], backward, is_hidden)
+    like = _like(leaf)
+    attached: Tensor = depend_on(
+        leaf,
+        moved if shares_memory else [moved],
+        lambda gradient: _move_back(gradient, backward, like, is_hidden),
+    )
+    return attached
 
 
 def _cast_gradient(tensor: Tensor, kind: torch.dtype) -> Tensor:
@@ -175,17 +178,19 @@ def _like(tensor: Tensor) -> dict[str, Any]:
     return {"size": tensor.shape, "dtype": tensor.dtype, "device": tensor.device}
 
 
-class _Move(torch.autograd.Function):
+class _DependOn(torch.autograd.Function):
+    """Makes a result depend on its source; ``back`` gives the gradient of the source."""
+
     @staticmethod
     def forward(
-        ctx: Any, source: Tensor, moved: Tensor | list[Tensor], backward: Backward, hidden: bool
+        ctx: Any, source: Tensor, result: Tensor | list[Tensor], back: Callable[[Any], Any]
     ) -> Tensor:
-        ctx.back, ctx.like, ctx.hidden = backward, _like(source), hidden
-        return moved[0] if isinstance(moved, list) else moved.view_as(moved)
+        ctx.back = back
+        return result[0] if isinstance(result, list) else result.view_as(result)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _move_back(gradients[0], ctx.back, ctx.like, ctx.hidden), None, None, None
+        return ctx.back(gradients[0]), None, None
 
 
 class _MoveBack(torch.autograd.Function):
@@ -210,5 +215,5 @@ class _MoveBack(torch.autograd.Function):
         return _move_back(gradients[0], ctx.back, ctx.like, False), None, None, None
 
 
-_attach: Callable[..., Tensor] = _Move.apply
+depend_on: Callable[..., Any] = _DependOn.apply
 _move_back: Callable[..., Tensor] = _MoveBack.apply

@@ -253,7 +253,7 @@ class _Merger:
         if layout is None:
             one, other = (replace(first, layout=each) for each in layouts[:2])
             return _Difference(one, other, NOT_JOINED)
-        return replace(first, layout=layout)
+        return first if layout is first.layout else replace(first, layout=layout)
 
 
 def _held(layout: Layout, rank: int, shape: tuple[int, ...]) -> str:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Card", "Document", "Field", "Footer", "Lane", "LaneBar", "Move", "Run", "Side", "as_json",
-    "clean", "render_fragment", "render_page", "render_part",
+    "clean", "render_fragment", "render_page",
 ]  # fmt: skip
 
 MAX_NAME = 400
@@ -167,11 +167,6 @@ def render_page(doc: Document, footer: Footer, form: Sequence[Field] = ()) -> st
     return render_fragment(
         "page.html", doc=doc, footer=footer, form=form, policy=policy, data=data, js=js
     )
-
-
-def render_part(doc: Document, footer: Footer) -> str:
-    """What changes on the page of the explorer when a field does."""
-    return render_fragment("doc.html", doc=doc, footer=footer)
 
 
 def render_fragment(name: str, **words: Any) -> str:

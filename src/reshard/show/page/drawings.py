@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,15 +30,13 @@ from numpy.typing import NDArray
 from reshard.layout.columns import Ints
 from reshard.layout.mesh import format_ranks
 from reshard.planning.cells.transfers import insert_columns
+from reshard.planning.classes import Stack
+from reshard.planning.flows import Flow
+from reshard.planning.names import Feed
+from reshard.planning.plans import Plan
 from reshard.show.holdings import Cell, Picture
 from reshard.show.traffic import Matrix, short_bytes
 from reshard.text import format_bytes, shorten
-
-if TYPE_CHECKING:
-    from reshard.planning.classes import Stack
-    from reshard.planning.flows import Flow
-    from reshard.planning.names import Feed
-    from reshard.planning.plans import Plan
 
 __all__ = [
     "FILLS", "LOOKS", "TEXTURES", "Colours", "Drawing", "Link", "Rect", "Table", "Tick",

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from contextlib import suppress
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reshard.errors import ReshardError
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.words import Cuts, Cyclic, Packed, Ragged, Units, ZigZag
+from reshard.planning.plans import Plan
 from reshard.show.holdings import two_dims
 from reshard.show.page.document import Move, render_fragment
 from reshard.show.page.drawings import Colours, table_of
@@ -30,12 +31,9 @@ from reshard.show.page.plan_page import (
     side_of,
 )
 from reshard.show.plan_text import describe, headline, stack_rows
+from reshard.show.run_report import RunReport
 from reshard.show.traffic import traffic_matrix
 from reshard.text import format_shape, shorten
-
-if TYPE_CHECKING:
-    from reshard.planning.plans import Plan
-    from reshard.show.run_report import RunReport
 
 __all__ = ["layout_cell", "plan_cell", "run_cell", "sample_shape", "text_cell"]
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reshard.errors import FormatError
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import format_ranks
+from reshard.planning.plans import Plan
 from reshard.show.holdings import holdings, picture_of, two_dims
 from reshard.show.name_patterns import named_pairs
 from reshard.show.page.document import (
@@ -45,9 +46,6 @@ from reshard.show.run_report import RoundReport, RunReport, format_seconds
 from reshard.show.terminal import table
 from reshard.show.traffic import Matrix, to_trace, traffic_matrix
 from reshard.text import count, format_bytes, shorten
-
-if TYPE_CHECKING:
-    from reshard.planning.plans import Plan
 
 __all__ = [
     "cards_of", "document_of", "kinds_of", "legend_of", "moves_of", "render", "run_of", "save",

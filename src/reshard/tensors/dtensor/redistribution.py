@@ -11,7 +11,7 @@ between them, are cached, so that a repeated move costs one look-up besides the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from reshard.live.api import skip_exchange
 from reshard.live.failure.cleanup import with_ticket
 from reshard.live.session.session import Ticket
 from reshard.planning.plans import ONE
-from reshard.tensors.autograd import gradient_options
+from reshard.tensors.autograd import depend_on, gradient_options
 from reshard.tensors.dtensor.boxes import BoxMove, box_move
 from reshard.tensors.dtensor.placements import OPS, Placed, layout_from, mesh_of, positive_dims
 from reshard.tensors.dtensor.reductions import LocalWork, work_for
@@ -227,8 +227,19 @@ def redistribute(
     if grad:
         how.move.check_differentiable(into is not None, dtensors=True)
     moved = how.run(ticket, tensor, into, grad)
+    if not grad:
+        return moved
+    placements, dtype, reading = tensor.placements, tensor.dtype, reading_of(tensor._spec)
+
+    def back(gradient: DTensor) -> Any:
+        kept = tuple(
+            placement if not placement.is_partial() or current == placement else Replicate()
+            for placement, current in zip(placements, gradient.placements, strict=True)
+        )
+        return _redistribute_back(gradient, (how.target[0], kept), how.settings, dtype, reading)
+
     # In a list, so that autograd does not take it for an input that is passed through.
-    return _redistribute(tensor, [moved], how) if grad else moved
+    return depend_on(tensor, [moved], back)
 
 
 def _redistribute_back(
@@ -249,27 +260,6 @@ def _redistribute_back(
     return with_ticket(settings.group, lambda: mesh_of(target[0]).ranks, move)
 
 
-class _Redistribute(torch.autograd.Function):
-    """Makes the result of a redistribution depend on its source."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: DTensor, moved: list[DTensor], how: Redistribution) -> DTensor:
-        ctx.how, ctx.placements, ctx.dtype = how, tensor.placements, tensor.dtype
-        ctx.reading = reading_of(tensor._spec)
-        return moved[0]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None, None]:
-        gradient, mesh = gradients[0], ctx.how.target[0]
-        kept = tuple(
-            placement if not placement.is_partial() or current == placement else Replicate()
-            for placement, current in zip(ctx.placements, gradient.placements, strict=True)
-        )
-        settings = ctx.how.settings
-        back = _redistribute_back(gradient, (mesh, kept), settings, ctx.dtype, ctx.reading)
-        return back, None, None
-
-
 def wrap_moved(
     local: torch.Tensor | None, how: Redistribution, stride: Sequence[int] | None
 ) -> DTensor:
@@ -279,31 +269,17 @@ def wrap_moved(
         return dtensor_of(local, *target, shape, stride=stride, dtype=kind)
     part = None if target[0].get_coordinate() is None else local.detach()
     wrapped = dtensor_of(part, *target, shape, stride=stride, dtype=kind)
-    result: DTensor = _wrap(local, [wrapped], how)
-    return result
 
-
-class _Wrap(torch.autograd.Function):
-    """Makes a DTensor depend on the local tensor of a move from another mesh."""
-
-    @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, made: list[DTensor], how: Redistribution) -> DTensor:
-        ctx.how = how
-        return made[0]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None, None]:
+    def back(gradient: Any) -> Any:
         # Ranks outside the mesh do not know the placements of the gradient: it gets the result's.
-        gradient, (mesh, placements) = gradients[0], ctx.how.target
-        kept = gradient_placements(placements)
+        kept = gradient_placements(target[1])
         if gradient.placements != kept:
-            settings = ctx.how.settings
-            gradient = _redistribute_back(gradient, (mesh, kept), settings, gradient.dtype)
-        return gradient.to_local(grad_placements=kept), None, None
+            pair = target[0], kept
+            gradient = _redistribute_back(gradient, pair, how.settings, gradient.dtype)
+        return gradient.to_local(grad_placements=kept)
 
-
-_redistribute: Callable[..., Any] = _Redistribute.apply
-_wrap: Callable[..., Any] = _Wrap.apply
+    result: DTensor = depend_on(local, [wrapped], back)
+    return result
 
 
 MAX_REPEATED = 1024
