@@ -19,7 +19,7 @@ from reshard.dtypes import accumulator
 from reshard.errors import LiveError
 from reshard.layout.box import Box
 from reshard.layout.boxlist import LocalPieces
-from reshard.layout.layout import BoxLayout, Layout
+from reshard.layout.layout import BoxLayout
 from reshard.live import api
 from reshard.planning.adjoint import SumMove
 from reshard.planning.plans import ONE, Plan
@@ -85,9 +85,9 @@ class Backward:
         kind: torch.dtype = getattr(torch, move.cast or move.dtype)
         result = torch.zeros(shape, dtype=kind, device=device)
         if sums is not None:
-            views = _BoxViews(move.want, move.shape, rank)
+            pieces = LocalPieces(move.want.pieces(rank, move.shape), len(move.shape))
             for box, part in _by_box(sums.reshape(-1), spread.wanting[rank]):
-                views.view(result, box).copy_(part.view(box.shape))
+                _view(result, pieces, box).copy_(part.view(box.shape))
         return result
 
     def _sum_boxes(self, gradient: Tensor | None, device: torch.device) -> Tensor | None:
@@ -99,10 +99,10 @@ class Backward:
         own = [boxes.get(rank, ()) for boxes in move.spread.holding]
         total, later = None, {}
         if gradient is not None and any(own):
-            views = _BoxViews(move.have, move.shape, rank)
+            pieces = LocalPieces(move.have.pieces(rank, move.shape), len(move.shape))
+            later = {n: _join(gradient, pieces, boxes) for n, boxes in enumerate(own) if boxes}
             wide: torch.dtype = getattr(torch, accumulator(move.dtype))
-            total = views.join(gradient, own[0]).to(wide) if own[0] else None
-            later = {n: views.join(gradient, boxes) for n, boxes in enumerate(own) if n and boxes}
+            total = later.pop(0).to(wide) if 0 in later else None
         gather = move.spread.gather
         if gather is None:
             return total
@@ -120,24 +120,21 @@ class Backward:
         return flat.view(total.shape)
 
 
-class _BoxViews:
-    def __init__(self, layout: Layout, shape: tuple[int, ...], rank: int) -> None:
-        self.pieces = LocalPieces(layout.pieces(rank, shape), len(shape))
+def _view(tensor: Tensor, pieces: LocalPieces, box: Box) -> Tensor:
+    """The view of a box in a rank's local tensor, which is contiguous."""
+    found = pieces.find(box)
+    if found is None:
+        raise LiveError(f"box {box} is not on this rank: this is a mistake in reshard")
+    return tensor.as_strided(box.shape, found[1], tensor.storage_offset() + found[0])
 
-    def view(self, tensor: Tensor, box: Box) -> Tensor:
-        """The view of a box in the local tensor, which is contiguous."""
-        found = self.pieces.find(box)
-        if found is None:
-            raise LiveError(f"box {box} is not on this rank: this is a mistake in reshard")
-        return tensor.as_strided(box.shape, found[1], tensor.storage_offset() + found[0])
 
-    def join(self, tensor: Tensor, boxes: Sequence[Box]) -> Tensor:
-        """Boxes as ``Layout.from_boxes`` has them: one as it is, several flattened and joined."""
-        tensor = tensor.contiguous()
-        views = [self.view(tensor, box) for box in boxes]
-        if len(views) == 1:
-            return views[0].contiguous()
-        return torch.cat([view.reshape(-1) for view in views]) if views else tensor.new_zeros(0)
+def _join(tensor: Tensor, pieces: LocalPieces, boxes: Sequence[Box]) -> Tensor:
+    """Boxes as ``Layout.from_boxes`` has them: one as it is, several flattened and joined."""
+    tensor = tensor.contiguous()
+    views = [_view(tensor, pieces, box) for box in boxes]
+    if len(views) == 1:
+        return views[0].contiguous()
+    return torch.cat([view.reshape(-1) for view in views])
 
 
 def _by_box(flat: Tensor, boxes: Sequence[Box]) -> Iterator[tuple[Box, Tensor]]:

@@ -20,11 +20,11 @@ mesh is the dp sub-mesh, and the ranks of the other dp sub-meshes hold replicas:
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -201,13 +201,27 @@ def merge_specs(specs: Mapping[int, Mapping[str, TensorSpec]]) -> dict[str, Tens
     for rank in sorted(specs):
         for name, spec in specs[rank].items():
             by_name.setdefault(name, {})[rank] = spec
-    merger = _Merger(by_name)
-    merged = {name: merger.merged(by_rank) for name, by_rank in by_name.items()}
-    differing = [name for name, result in merged.items() if isinstance(result, _Difference)]
+    every = {id(spec): spec for by_rank in by_name.values() for spec in by_rank.values()}
+    layouts = {spec.layout: None for spec in every.values()}
+    meshes = tuple({one.mesh: None for one in layouts if not isinstance(one, BoxLayout)})
+    in_words = cache(partial(_in_words, meshes=meshes))
+    merged: dict[str, TensorSpec] = {}
+    differing: dict[str, _Difference] = {}
+    known: dict[tuple[int, ...], TensorSpec | _Difference] = {}
+    for name, by_rank in by_name.items():
+        # Equal specs are one object, unless there are very many.
+        key = tuple(map(id, by_rank.values()))
+        if key not in known:
+            known[key] = _merged([every[one] for one in dict.fromkeys(key)], in_words)
+        result = known[key]
+        if isinstance(result, _Difference):
+            differing[name] = result
+        else:
+            merged[name] = result
     if differing:
-        first_one: Any = merged[differing[0]]
-        raise DisagreementError(_message(differing, by_name[differing[0]], first_one))
-    return cast(dict[str, TensorSpec], merged)
+        name, difference = next(iter(differing.items()))
+        raise DisagreementError(_message([*differing], by_name[name], difference))
+    return merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,41 +233,21 @@ class _Difference:
     why: str
 
 
-class _Merger:
-    """Merges the specs of one tensor after another; equal combinations are merged once."""
-
-    def __init__(self, by_name: Mapping[str, ByRank]) -> None:
-        self._known: dict[tuple[int, ...], TensorSpec | _Difference] = {}
-        self._in_words: dict[tuple[Layout, ...], Layout | None] = {}
-        specs = {id(spec): spec for by_rank in by_name.values() for spec in by_rank.values()}
-        layouts = {spec.layout: None for spec in specs.values()}
-        self._meshes = {one.mesh: None for one in layouts if not isinstance(one, BoxLayout)}
-
-    def merged(self, by_rank: ByRank) -> TensorSpec | _Difference:
-        first = next(iter(by_rank.values()))
-        if all(spec is first for spec in by_rank.values()):
-            return first
-        # Equal specs are one object, unless there are very many.
-        key = tuple(map(id, by_rank.values()))
-        if key not in self._known:
-            self._known[key] = self._merged({id(one): one for one in by_rank.values()}.values())
-        return self._known[key]
-
-    def _merged(self, specs: Collection[TensorSpec]) -> TensorSpec | _Difference:
-        first = next(iter(specs))
-        for spec in specs:
-            if (spec.shape, spec.dtype) != (first.shape, first.dtype):
-                return _Difference(first, spec, "shape and dtype of a tensor must be the same")
-        layouts = _without_repeats(first, [*dict.fromkeys(spec.layout for spec in specs)])
-        if isinstance(layouts, _Difference):
-            return layouts
-        if layouts not in self._in_words:
-            self._in_words[layouts] = _in_words(layouts, self._meshes)
-        layout = self._in_words[layouts] or _in_boxes(layouts, first.shape)
-        if layout is None:
-            one, other = (replace(first, layout=each) for each in layouts[:2])
-            return _Difference(one, other, NOT_JOINED)
-        return first if layout is first.layout else replace(first, layout=layout)
+def _merged(
+    specs: Sequence[TensorSpec], in_words: Callable[[tuple[Layout, ...]], Layout | None]
+) -> TensorSpec | _Difference:
+    first = specs[0]
+    for spec in specs:
+        if (spec.shape, spec.dtype) != (first.shape, first.dtype):
+            return _Difference(first, spec, "shape and dtype of a tensor must be the same")
+    layouts = _without_repeats(first, [*dict.fromkeys(spec.layout for spec in specs)])
+    if isinstance(layouts, _Difference):
+        return layouts
+    layout = in_words(layouts) or _in_boxes(layouts, first.shape)
+    if layout is None:
+        one, other = (replace(first, layout=each) for each in layouts[:2])
+        return _Difference(one, other, NOT_JOINED)
+    return first if layout is first.layout else replace(first, layout=layout)
 
 
 def _held(layout: Layout, rank: int, shape: tuple[int, ...]) -> str:

@@ -310,7 +310,10 @@ def _redistribute(ticket: Ticket, request: Request, memory: int) -> Any:
     )
     if request.into is None:
         return module.redistribute(ticket, tensor, how)
-    how.check_into()
+    if not how.is_plain:
+        raise TensorError(
+            f"to {list(how.target[1])} the result is computed from what was moved: leave out into="
+        )
     destination = _destination(request.into, how.move)
     module.redistribute(ticket, tensor, how, destination.local)
     destination.complete()

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from reshard.dtypes import canonical_dtype
-from reshard.errors import LayoutError, TensorError
+from reshard.errors import LayoutError
 from reshard.live.api import skip_exchange
 from reshard.live.failure.cleanup import with_ticket
 from reshard.live.session.session import Ticket
@@ -94,13 +94,6 @@ class Redistribution:
         strided = any(isinstance(one, _StridedShard) for one in self.target[1])
         usual = self.reading == NESTED or not strided
         return self.work is None and self.boxes is None and self.sent is None and usual
-
-    def check_into(self) -> None:
-        if not self.is_plain:
-            raise TensorError(
-                f"to {list(self.target[1])} the result is computed from what was moved: leave out "
-                "into="
-            )
 
     def run(
         self, ticket: Ticket, tensor: DTensor, into: torch.Tensor | None, grad: bool
