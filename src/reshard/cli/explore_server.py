@@ -27,6 +27,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from socketserver import ForkingMixIn, TCPServer
 from typing import Any, NoReturn, TypeVar
 
@@ -158,19 +159,17 @@ def _tensor(answer: Answer) -> list[Specs]:
 def _model(answer: Answer) -> list[Specs]:
     config = answer.read("model", preset)
     dtype = answer.read("dtype", lambda text: canonical_dtype(text) if text else None)
-    meshes = [answer.read(f"{side}_mesh", _mesh) for side in ("have", "want")]
+    read = [answer.read(f"{side}_mesh", _mesh) for side in ("have", "want")]
     fsdp = [answer.read(f"{side}_fsdp", lambda text: text or None) for side in ("have", "want")]
-    axes = answer.read("replicate", str.split)
-    copies: list[str | None] = []
-    if config is not None and axes is not None and None not in meshes:
-        with answer.blaming("replicate"):
-            copies = replicated(axes, [*zip(meshes, fsdp, strict=True)])
+    axes, meshes = answer.read("replicate", str.split), [mesh for mesh in read if mesh is not None]
     sides: list[Specs] = []
-    for side, mesh, cut, copy in zip(("have", "want"), meshes, fsdp, copies, strict=False):
-        with answer.blaming(f"{side}_mesh"):
-            assert config is not None
-            assert mesh is not None
-            sides.append(model_specs(config, mesh, None, cut, copy, dtype)[0])
+    if config is None or axes is None or len(meshes) < 2:
+        return sides
+    with answer.blaming("replicate"):
+        copies = replicated(axes, [*zip(meshes, fsdp, strict=True)])
+        for side, mesh, cut, copy in zip(("have", "want"), meshes, fsdp, copies, strict=True):
+            with answer.blaming(f"{side}_mesh"):
+                sides.append(model_specs(config, mesh, None, cut, copy, dtype)[0])
     return sides
 
 
@@ -371,8 +370,7 @@ def _limit() -> None:
     used = resource.getrusage(resource.RUSAGE_SELF)
     cpu = int(used.ru_utime + used.ru_stime) + CPU_SECONDS
     resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + CPU_SECONDS))
-    with open("/proc/self/statm") as file:  # noqa: PTH123
-        size = int(file.read().split()[0]) * resource.getpagesize()
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
 
 

@@ -101,20 +101,17 @@ def _merge(items: dict[Parts, int]) -> dict[Parts, int]:
 
 
 def _merge_at(items: dict[Parts, int], part: int) -> dict[Parts, int]:
-    groups: dict[tuple[Parts, Parts], list[tuple[frozenset[str], int]]] = {}
+    groups: dict[tuple[Parts, Parts, bool], list[tuple[frozenset[str], int]]] = {}
     found: dict[Parts, int] = {}
     for parts, at in items.items():
-        if part < len(parts):
-            key = parts[:part], parts[part + 1 :]
+        if part < len(parts):  # numbers and words do not share braces
+            key = parts[:part], parts[part + 1 :], _are_numbers(parts[part])
             groups.setdefault(key, []).append((parts[part], at))
         else:
             found[parts] = at
-    for (head, tail), members in groups.items():
-        for kind in (True, False):  # numbers and words do not share braces
-            some = [(one, at) for one, at in members if _are_numbers(one) == kind]
-            if some:
-                words = frozenset().union(*(one for one, _ in some))
-                found[(*head, words, *tail)] = min(at for _, at in some)
+    for (head, tail, _), members in groups.items():
+        words = frozenset().union(*(one for one, _ in members))
+        found[(*head, words, *tail)] = min(at for _, at in members)
     return found
 
 
