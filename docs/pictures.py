@@ -48,7 +48,7 @@ def svg_of(one: Drawing, scale: float, at: tuple[float, float], labels: str = ""
     for rect in one.rects:
         left, top = x + rect.x * scale, y + rect.y * scale
         width, height = rect.width * scale, rect.height * scale
-        fill = "#ddd" if rect.look is None else FILLS[rect.look.fill]
+        fill = "#ddd" if rect.look is None else FILLS[rect.look % len(FILLS)]
         parts.append(
             f'<rect x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}" '
             f'fill="{fill}"><title>{escape(rect.title)}</title></rect>'

@@ -15,8 +15,16 @@ from hypothesis import strategies as st
 import reshard as rs
 from reshard.rules.models import tensors
 from reshard.show.name_patterns import name_patterns, named
-from reshard.show.page.drawings import FILLS, LOOKS, TEXTURES, Colours, Drawing, Rect, palette
-from reshard.show.page.links import links_of
+from reshard.show.page.drawings import (
+    FILLS,
+    LOOKS,
+    TEXTURES,
+    Colours,
+    Drawing,
+    Rect,
+    links_of,
+    palette,
+)
 from reshard.show.page.plan_page import document_of, moves_of
 from reshard.show.plan_text import stack_rows
 from reshard.show.traffic import traffic_matrix
@@ -67,7 +75,7 @@ def test_fills_differ_and_labels_are_legible(dark: bool) -> None:
 def test_a_look_means_one_set_of_ranks() -> None:
     colours = Colours()
     looks = [colours.of((rank,)) for rank in range(LOOKS + 10)]
-    given = [(look.fill, look.texture) for look in looks if look is not None]
+    given = [(look % FILLS, look // FILLS) for look in looks if look is not None]
     assert len(given) == len(set(given)) == LOOKS == FILLS * len(TEXTURES)
     assert looks[LOOKS:] == [None] * 10
     assert colours.num_left_out == 10

@@ -97,7 +97,8 @@ def run(arguments: Sequence[str]) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
-        return _invoke([_protect(argument) for argument in arguments])
+        # A space keeps click from taking a layout such as "- tp" for an option.
+        return _invoke([f" {word}" if _LAYOUT.match(word) else word for word in arguments])
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
 
@@ -112,10 +113,8 @@ def _invoke(arguments: list[str]) -> int:
             return result if isinstance(result, int) else 0
     except click.exceptions.Exit as done:
         return done.exit_code
-    except click.UsageError as error:
-        return _complain(error.format_message() + _example(error))
     except click.ClickException as error:
-        return _complain(error.format_message())
+        return _complain(error.format_message() + _example(error))
     except UnsupportedError as error:
         return _complain(str(error), UNSUPPORTED)
     except ReshardError as error:
@@ -132,32 +131,25 @@ def _invoke(arguments: list[str]) -> int:
         return _complain(f"internal error: {what}; please report it, with what {TRACEBACK}=1 shows")
 
 
-def _example(error: click.UsageError) -> str:
+def _example(error: click.ClickException) -> str:
     """What to type instead: the first example of the command's help, or how to get the help."""
-    context = error.ctx
-    if context is None or not isinstance(error, click.MissingParameter | click.NoSuchOption):
-        return ""
-    example = _EXAMPLE.search(context.command.help or "")
-    if isinstance(error, click.MissingParameter) and example:
-        return f" For example: {example[1]}"
-    return f" Try {context.command_path} --help."
+    match error:
+        case click.MissingParameter() | click.NoSuchOption() if (context := error.ctx) is not None:
+            example = _EXAMPLE.search(context.command.help or "")
+            if isinstance(error, click.MissingParameter) and example:
+                return f" For example: {example[1]}"
+            return f" Try {context.command_path} --help."
+    return ""
 
 
 def _trace(error: Exception, said: dict[str, bool]) -> None:
-    """Print the traceback of an error if -v or the environment asks for it."""
     if said.get("verbose") or os.environ.get(TRACEBACK):
         import traceback
 
         traceback.print_exception(error)
 
 
-def _protect(argument: str) -> str:
-    """Keep click from taking a layout such as ``- tp`` for an option."""
-    return f" {argument}" if _LAYOUT.match(argument) else argument
-
-
 def _complain(message: str, code: int = BAD_INPUT) -> int:
-    """Print an error as one line of printable characters; the exit code."""
     line = _OPTIONS.sub(r"--\1", _TWICE.sub(r"\1", " ".join(message.split())))
     print(f"reshard: {printable(line)}", file=sys.stderr)
     return code

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from reshard.checkpoint.inspection import InspectedTensor, Inspection
 from reshard.errors import ReshardError
@@ -20,7 +19,6 @@ __all__ = ["render_stored"]
 MAX_DRAWN = 12
 MAX_LINES = 200
 MAX_BOXES = 20_000
-"""Boxes of a layout that is drawn."""
 
 
 def render_stored(report: Inspection, footer: Footer | None = None) -> str:
@@ -33,7 +31,12 @@ def render_stored(report: Inspection, footer: Footer | None = None) -> str:
     moves: list[Move] = []
     for group in groups:
         move = _move(group, colours) if len(moves) < MAX_DRAWN else None
-        rows.append(_row(group, -1 if move is None else len(moves)))
+        first, num_bytes = group[0], _num_bytes(group)
+        rows.append([  # the script knows what stands where
+            _name(group), format_shape(first.shape), first.dtype,
+            shorten(clean(first.layout), 80), "", format_bytes(num_bytes), num_bytes, "", 0, "",
+            -1 if move is None else len(moves), len(group), 1,
+        ])  # fmt: skip
         moves += [] if move is None else [move]
     size = _num_bytes(report.tensors)
     state = "damaged" if report.damage else "unsupported" if report.unsupported else "complete"
@@ -49,8 +52,6 @@ def render_stored(report: Inspection, footer: Footer | None = None) -> str:
         moves_title="How the tensors are stored",
         moves=moves,
         legend=legend_of(colours, moves, len(moves), len(moves)),
-        groups=len(groups),
-        stored=True,
         extra=[(title, lines) for title, lines in _extra(report) if lines],
     )
     return render_page(document, footer or Footer())
@@ -61,7 +62,6 @@ def _num_bytes(tensors: Sequence[InspectedTensor]) -> int:
 
 
 def _move(group: Sequence[InspectedTensor], colours: Colours) -> Move | None:
-    """The drawing of a group, where its layout is one and not too fine to draw."""
     first = group[0]
     try:
         layout = Layout.parse(first.layout)
@@ -72,15 +72,6 @@ def _move(group: Sequence[InspectedTensor], colours: Colours) -> Move | None:
     note = f"{format_shape(first.shape)} {first.dtype}, {format_bytes(_num_bytes(group))}"
     side = side_of(layout, first.shape, colours, two_dims(first.shape, [layout]))
     return Move(_name(group), note, side)
-
-
-def _row(group: Sequence[InspectedTensor], move: int) -> list[Any]:
-    """A row of the list, and the number of its drawing; the script knows what stands where."""
-    first, size = group[0], _num_bytes(group)
-    return [
-        _name(group), format_shape(first.shape), first.dtype, shorten(clean(first.layout), 80), "",
-        format_bytes(size), size, "", 0, "", move, len(group), 1,
-    ]  # fmt: skip
 
 
 def _name(group: Sequence[InspectedTensor]) -> str:
@@ -102,13 +93,14 @@ def _extra(report: Inspection) -> Iterator[tuple[str, list[str]]]:
     """Titles and lines of what is shown when asked for."""
     for title, files in (("file", report.files), ("file without tensors", report.others)):
         several = title.replace("file", "files")
-        lines = [f"{clean(file.path)}  {format_bytes(file.size)}" for file in files[:MAX_LINES]]
-        yield count(len(files), title, several), _cut(lines, len(files))
+        lines = [f"{clean(file.path)}  {format_bytes(file.size)}" for file in files]
+        yield count(len(files), title, several), _cut(lines)
     objects = [f"{clean(name)}  {format_bytes(size)}" for name, size in report.objects.items()]
-    yield count(len(objects), "object"), _cut(objects[:MAX_LINES], len(objects))
+    yield count(len(objects), "object"), _cut(objects)
     metadata = [f"{clean(name)}: {clean(text, 200)}" for name, text in report.metadata.items()]
-    yield "Metadata", _cut(metadata[:MAX_LINES], len(metadata))
+    yield "Metadata", _cut(metadata)
 
 
-def _cut(lines: list[str], total: int) -> list[str]:
-    return [*lines, f"and {total - len(lines):,} more"] if total > len(lines) else lines
+def _cut(lines: list[str]) -> list[str]:
+    more = len(lines) - MAX_LINES
+    return [*lines[:MAX_LINES], f"and {more:,} more"] if more > 0 else lines

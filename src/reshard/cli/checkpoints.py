@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from reshard.cli.options import (
-    REPLICATE,
-    RULES,
-    compare_and_report,
+    json_option,
+    memory_option,
     replicated,
-    with_options,
-    with_replicas,
+    rules_option,
 )
 from reshard.cli.output import byte_meter, code_of, fitted, print_json, say_written
 from reshard.errors import UnfinishedError
+from reshard.text import Report
 
 if TYPE_CHECKING:
     from reshard.checkpoint.publish.journal import Team
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 __all__ = ["convert", "diff", "inspect", "verify"]
 
 UNFINISHED = 3
+REPLICATE = "An axis of the mesh along which the rules replicate everything, on purpose."
+
+F = TypeVar("F", bound=Callable[..., int])
+R = TypeVar("R", bound=Report)
 
 
 @click.command()
 @click.argument("path")
 @click.option("--tree", is_flag=True, help="The tensors as a tree of their names.")
-@click.option(
-    "--rules",
-    help="Rules of per-rank files: a family such as llama, or a TOML file.",
-    shell_complete=RULES,
-)
+@rules_option("--rules", "Rules of per-rank files: a family such as llama, or a TOML file.")
 @click.option("--mesh", help='The mesh of per-rank files, such as "tp=4".')
 @click.option("--replicate", multiple=True, metavar="AXIS", help=REPLICATE)
 @click.option("--html", metavar="FILE", help="Write the report as a page that lists every tensor.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def inspect(
     path: str,
     tree: bool,
@@ -82,11 +82,7 @@ def inspect(
 @click.argument("src")
 @click.argument("dst")
 @click.option("--mesh", help='The mesh of the destination, such as "tp=2" or "dp=2 tp=4".')
-@click.option(
-    "--rules",
-    help="A family such as llama, or a TOML file; else by config.json.",
-    shell_complete=RULES,
-)
+@rules_option("--rules", "A family such as llama, or a TOML file; else by config.json.")
 @click.option("--layout", "layouts", multiple=True, metavar="NAME=LAYOUT", help=(
     "The layout of tensors by name or pattern, such as '*=tp ...'; may be repeated, the first that "
     "matches counts; patterns leave 0-d tensors whole."
@@ -106,16 +102,12 @@ def inspect(
     "--drop", multiple=True, metavar="NAME",
     help="Tensors, by name or pattern, to leave out as far as no name takes them.",
 )  # fmt: skip
-@click.option(
-    "--from-rules",
-    help="Rules of the source's per-rank files: a family, or a TOML file.",
-    shell_complete=RULES,
-)
+@rules_option("--from-rules", "Rules of the source's per-rank files: a family, or a TOML file.")
 @click.option("--from-mesh", help="The mesh of the source, where its files do not say.")
 @click.option("--max-shard-size", default="5GB", show_default=True, help=(
     "The maximum size of one file with --format full."
 ))  # fmt: skip
-@click.option("--memory", default="256MiB", show_default=True, help="Maximum memory for buffers.")
+@memory_option
 @click.option("--workers", type=click.IntRange(1, 64), help="Threads; 4 if not given.")
 @click.option(
     "--checksums/--no-checksums", default=True, help="Write checksums, check the source's."
@@ -132,7 +124,7 @@ def inspect(
 @click.option(
     "--timeout", default=600.0, show_default=True, help="Seconds to wait for other ranks."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def convert(src: str, dst: str, ranks: bool, timeout: float, as_json: bool, **words: Any) -> int:
     """Write a checkpoint for another mesh, or in another format.
 
@@ -209,6 +201,53 @@ def _again() -> str:
     """The command that was given, with --resume."""
     words = [word for word in sys.argv[1:] if word != "--resume"]
     return shlex.join(["reshard", *words, "--resume"])
+
+
+_OPTIONS = (
+    memory_option,
+    rules_option("--rules", "Rules of the per-rank files of A: a family, or a TOML file."),
+    click.option("--mesh", help='The mesh of the per-rank files of A, such as "tp=4".'),
+    rules_option("--b-rules", "Rules of the per-rank files of B."),
+    click.option("--b-mesh", help="The mesh of the per-rank files of B."),
+    click.option("--replicate", multiple=True, metavar="AXIS", help=REPLICATE),
+    json_option,
+)
+
+
+def with_options(command: F) -> F:
+    """The options of a command that reads one or two checkpoints in full."""
+    for option in reversed(_OPTIONS):  # the last one that is added is shown first
+        command = option(command)
+    return command
+
+
+def with_replicas(
+    axes: Sequence[str], sides: Sequence[tuple[str | None, str | None]]
+) -> list[Rules | str | None]:
+    """The rules of each side, given with its mesh, with the axes of ``--replicate``."""
+    if not axes:
+        return [rules for rules, _ in sides]
+    from reshard.layout.mesh import Mesh
+    from reshard.rules import Rules
+
+    meshes = [Mesh.parse(mesh) if mesh and rules else None for rules, mesh in sides]
+    copies = replicated(axes, [(mesh, None) for mesh in meshes])
+    return [
+        rules if axes is None or rules is None else Rules.load(rules, replicate=axes)
+        for (rules, _), axes in zip(sides, copies, strict=True)
+    ]
+
+
+def compare_and_report(verb: str, compare: Callable[..., R], words: Mapping[str, Any]) -> R:
+    """Compare two checkpoints as the command line asks, and print the report."""
+    given = dict(words)
+    as_json = given.pop("as_json")
+    sides = [(given["rules"], given["mesh"]), (given["b_rules"], given["b_mesh"])]
+    given["rules"], given["b_rules"] = with_replicas(given.pop("replicate"), sides)
+    with byte_meter(verb) as progress:
+        report = compare(given.pop("a"), given.pop("b"), progress=progress, **given)
+    print_json(verb, report.to_dict()) if as_json else print(fitted(str(report)))
+    return report
 
 
 @click.command()

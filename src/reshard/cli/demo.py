@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.cli.options import ModelSide, model_specs
+from reshard.cli.options import json_option, model_specs
 from reshard.cli.output import fitted, print_json, terminal_width, wants_boxes, working
 from reshard.errors import LiveError
 from reshard.text import align, format_bytes
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 __all__ = ["demo"]
 
+NO_TORCH = "torch is not installed; try pip install torch"
 MODELS = ("llama-3-8b", "llama-3.2-1b")
 HAVE, FSDP, WANT, REPLICAS = "dp=2 tp=4", "dp", "dp=2 tp=2 @ 8-11", "dp"
 SMALLER = (2, 8)
 """The simulations divide every dim by these: of one decoder layer, and of the whole model."""
 SHOWN = "model.layers.0.mlp.gate_proj.weight"
-"""The tensor of the picture at the end."""
 NEXT = (
     (
         f'reshard plan --model {{model}} --from "{HAVE}" --from-fsdp {FSDP} \\\n'
@@ -86,24 +86,10 @@ class Simulated:
 
 
 @dataclass(frozen=True, slots=True)
-class NotRun:
-    """Why nothing was moved between processes."""
-
-    reason: str
-    holds: bool
-    """Whether that is fine: torch is optional."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The reason as plain data."""
-        return {"not_run": self.reason}
-
-
-@dataclass(frozen=True, slots=True)
 class Converted:
     """A checkpoint that was resharded on disk, and whether it still holds the same values."""
 
     found: str
-    """The first line of ``inspect`` for the source."""
     made: str
     bytes_read: int
     bytes_written: int
@@ -122,7 +108,7 @@ class Converted:
 @click.option("--model", type=click.Choice(MODELS), default=MODELS[0], show_default=True)
 @click.option("--live/--no-live", default=True, help="Also run the move on processes.")
 @click.option("--trace", metavar="FILE", help="Write the live run as a trace for Perfetto.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def demo(model: str, live: bool, trace: str | None, as_json: bool) -> int:
     """Plan, prove, simulate and run a move of a real model; convert a small checkpoint.
 
@@ -164,12 +150,14 @@ def demo(model: str, live: bool, trace: str | None, as_json: bool) -> int:
     say(_files_text(files))
     say(_picture(move))
     say("\n  ".join(["Try next:", *(line.format(model=model) for line in NEXT)]))
-    moved = all(result.holds for result in results) and (ran is None or ran.holds)
-    holds = moved and files.holds
+    # torch is optional: without it nothing is run, and that is fine.
+    live_holds = ran == NO_TORCH if isinstance(ran, str) else ran is None or ran.holds
+    holds = all(result.holds for result in results) and live_holds and files.holds
     if as_json:
         figures = {"digest": move.digest, "summary": move.summary().to_dict(), "holds": holds}
         simulated = [asdict(result) for result in results]
-        ended = {"live": ran and ran.to_dict(), "files": asdict(files)}
+        moved = {"not_run": ran} if isinstance(ran, str) else ran and ran.to_dict()
+        ended = {"live": moved, "files": asdict(files)}
         print_json("demo", {**figures, "simulated": simulated, **ended})
     return 0 if holds else 1
 
@@ -178,13 +166,12 @@ def _plan(config: Mapping[str, Any], memory: int | None) -> Plan:
     from reshard.layout.mesh import Mesh
     from reshard.planning.plans import plan
 
-    have, _ = model_specs(config, ModelSide("from", Mesh.parse(HAVE), fsdp=FSDP))
-    want, _ = model_specs(config, ModelSide("to", Mesh.parse(WANT), replicate=REPLICAS))
+    have, _ = model_specs(config, Mesh.parse(HAVE), fsdp=FSDP)
+    want, _ = model_specs(config, Mesh.parse(WANT), replicate=REPLICAS)
     return plan(have, want, memory=memory)
 
 
 def _simulated_moves(move: Plan, model: str) -> Iterator[tuple[str, Plan]]:
-    """The moves that are run on real data: small enough for a laptop."""
     from reshard.planning.plans import plan
     from reshard.rules.models import preset
 
@@ -200,7 +187,6 @@ def _simulated_moves(move: Plan, model: str) -> Iterator[tuple[str, Plan]]:
 
 
 def _picture(move: Plan) -> str:
-    """One tensor of the move, before and after."""
     from reshard.show.terminal import draw, plain
 
     parts = []
@@ -233,24 +219,15 @@ def _simulate(what: str, move: Plan) -> tuple[Simulated, Arrays, Arrays]:
         for rank, arrays in expected.items()
         for name, array in arrays.items()
     )
-    stated = move.summary()
+    stated, peak = move.summary(), max(report.peak_bytes.values())
     result = Simulated(
-        what,
-        len(move.want),
-        stated.wire_bytes,
-        report.wire_bytes,
-        stated.num_messages,
-        report.num_messages,
-        stated.peak_bytes,
-        max(report.peak_bytes.values()),
-        equal,
-        time.perf_counter() - start,
-    )
+        what, len(move.want), stated.wire_bytes, report.wire_bytes, stated.num_messages,
+        report.num_messages, stated.peak_bytes, peak, equal, time.perf_counter() - start,
+    )  # fmt: skip
     return result, given, arrived
 
 
 def _local(whole: Mapping[str, Array], specs: Mapping[str, TensorSpec]) -> Arrays:
-    """The local array of every rank and tensor."""
     import numpy as np
 
     local: Arrays = {}
@@ -259,28 +236,25 @@ def _local(whole: Mapping[str, Array], specs: Mapping[str, TensorSpec]) -> Array
         for rank in spec.layout.ranks:
             mine = np.zeros(spec.layout.local_shape(rank, spec.shape), array.dtype)
             for piece in spec.layout.pieces(rank, spec.shape):
-                place = np.lib.stride_tricks.as_strided(
-                    mine.reshape(-1)[piece.offset :],
-                    piece.box.shape,
-                    [stride * itemsize for stride in piece.strides],
-                )
-                bounds = zip(piece.box.start, piece.box.stop, strict=True)
-                place[...] = array[tuple(slice(low, high) for low, high in bounds)]
+                strides = [stride * itemsize for stride in piece.strides]
+                there = mine.reshape(-1)[piece.offset :]
+                place = np.lib.stride_tricks.as_strided(there, piece.box.shape, strides)
+                place[...] = array[tuple(map(slice, piece.box.start, piece.box.stop))]
             local.setdefault(rank, {})[name] = mine
     return local
 
 
-def _run_live(plan: Plan, given: Arrays, expected: Arrays, trace: str | None) -> LiveRun | NotRun:
+def _run_live(plan: Plan, given: Arrays, expected: Arrays, trace: str | None) -> LiveRun | str:
     """The same move between processes, or why it could not be made."""
     from reshard.cli.demo_live import move_live
     from reshard.show.run_report import RunReport
 
     if find_spec("torch") is None:
-        return NotRun("torch is not installed; try pip install torch", holds=True)
+        return NO_TORCH
     try:
         ran = move_live(plan, given, expected)
     except LiveError as error:
-        return NotRun(str(error), holds=False)
+        return str(error)
     if trace is not None:
         reports = [report for call in ran.reports for report in call]
         Path(trace).write_text(RunReport.merged(reports))
@@ -288,7 +262,6 @@ def _run_live(plan: Plan, given: Arrays, expected: Arrays, trace: str | None) ->
 
 
 def _convert_files() -> Converted:
-    """Write a small model as four shards into a temporary folder, convert it to two, compare."""
     from reshard.checkpoint.conversion.stages import convert
     from reshard.checkpoint.inspection import inspect
     from reshard.checkpoint.soundness import verify
@@ -302,19 +275,12 @@ def _convert_files() -> Converted:
         converted = time.perf_counter()
         equal = verify(four, two).ok
         verified = time.perf_counter()
-        found, made = (
-            str(inspect(path)).splitlines()[0].replace(f"{folder}/", "") for path in (four, two)
-        )
+        firsts = (str(inspect(path)).splitlines()[0] for path in (four, two))
+        found, made = (line.replace(f"{folder}/", "") for line in firsts)
     return Converted(
-        found,
-        made,
-        report.bytes_read,
-        report.bytes_written,
-        report.amplification,
-        converted - start,
-        verified - converted,
-        equal,
-    )
+        found, made, report.bytes_read, report.bytes_written, report.amplification,
+        converted - start, verified - converted, equal,
+    )  # fmt: skip
 
 
 def _write_model(folder: Path) -> None:
@@ -324,15 +290,13 @@ def _write_model(folder: Path) -> None:
     from reshard.checkpoint.formats.safetensors.header import build_header
     from reshard.rules.models import preset, tensors
 
-    config: Mapping[str, Any] = {
-        key: value // FILES_SMALLER.get(key, 1) if key in FILES_SMALLER else value
-        for key, value in preset(FILES_MODEL).items()
-    }
-    header = build_header(
-        {name: (dtype, shape) for name, (shape, dtype) in tensors(config).items()}
-    )
+    config = dict(preset(FILES_MODEL))
+    for key, smaller in FILES_SMALLER.items():
+        config[key] //= smaller
+    listed = {name: (dtype, shape) for name, (shape, dtype) in tensors(config).items()}
+    header = build_header(listed)
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(dict(config)))
+    (folder / "config.json").write_text(json.dumps(config))
     with (folder / "model.safetensors").open("wb") as file:
         file.write(header.data)
         file.write(np.random.default_rng(0).bytes(header.file_size - len(header.data)))
@@ -349,11 +313,11 @@ def _simulated_text(result: Simulated) -> str:
     )
 
 
-def _live_text(what: str, ran: LiveRun | NotRun) -> str:
+def _live_text(what: str, ran: LiveRun | str) -> str:
     from reshard.show.run_report import format_seconds
 
-    if isinstance(ran, NotRun):
-        return _section(f"{'Not' if ran.holds else 'NOT'} run live: {ran.reason}")
+    if isinstance(ran, str):
+        return _section(f"{'Not' if ran == NO_TORCH else 'NOT'} run live: {ran}")
     found = "equal" if ran.equal else "DIFFER FROM"
     first, second = (format_seconds(ran.seconds(call)) for call in (0, 1))
     speed = f"{ran.wire_bytes / ran.seconds(1) / 1e9:.2f} GB/s"

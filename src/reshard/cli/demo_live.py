@@ -55,18 +55,14 @@ class LiveRun:
     reports: tuple[tuple[RunReport, ...], ...]
     """The reports of all ranks, call by call."""
     equal: bool
-    """Whether every rank got exactly the expected arrays."""
     start_seconds: float
-    """Seconds until the ranks were connected."""
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that all ranks sent in a call."""
         return sum(report.bytes_sent for report in self.reports[-1])
 
     @property
     def messages(self) -> int:
-        """Messages that all ranks sent in a call."""
         return sum(report.messages_sent for report in self.reports[-1])
 
     @property
@@ -85,7 +81,6 @@ class LiveRun:
         return max(report.seconds for report in self.reports[call])
 
     def to_dict(self) -> dict[str, Any]:
-        """The run as plain data, with the reports of the last call."""
         return {
             "stated_wire_bytes": self.stated_wire_bytes,
             "wire_bytes": self.wire_bytes,
@@ -100,17 +95,12 @@ class LiveRun:
 
 def move_live(plan: Plan, given: Arrays, expected: Arrays) -> LiveRun:
     """Start a process per rank, move the given arrays live, and compare with the expected ones."""
-    # Made and removed here: the host is killed, and could not clean up.
-    with tempfile.TemporaryDirectory(prefix="reshard-demo-") as folder:
-        return _move_in(f"file://{folder}/store", plan, given, expected)
-
-
-def _move_in(address: str, plan: Plan, given: Arrays, expected: Arrays) -> LiveRun:
-    """The same, with a store at an address for the ranks to meet."""
     began = time.perf_counter()
     context = multiprocessing.get_context("spawn")
     pipe, far = context.Pipe()
-    arguments = (far, address, plan, given, expected)
+    # Made and removed here: the host is killed, and could not clean up.
+    folder = tempfile.TemporaryDirectory(prefix="reshard-demo-")
+    arguments = (far, f"file://{folder.name}/store", plan, given, expected)
     host = context.Process(target=_host, args=arguments, name="reshard-demo")
     missing = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
     os.environ.update(missing)
@@ -131,13 +121,12 @@ def _move_in(address: str, plan: Plan, given: Arrays, expected: Arrays) -> LiveR
             host.kill()
             host.join()
         pipe.close()
+        folder.cleanup()
     reports = tuple(zip(*(answers[rank][0] for rank in plan.ranks), strict=True))
     equal = all(equal for _, equal, _ in answers.values())
-    connected = max(at for _, _, at in answers.values())
+    started = max(0.0, *(at - began for _, _, at in answers.values()))
     stated = plan.summary()
-    return LiveRun(
-        stated.wire_bytes, stated.num_messages, reports, equal, max(connected - began, 0.0)
-    )
+    return LiveRun(stated.wire_bytes, stated.num_messages, reports, equal, started)
 
 
 def _answer(pipe: Connection, host: int) -> tuple[int, tuple[list[RunReport], bool, float]]:
@@ -217,5 +206,4 @@ def _rank(
 
 
 def _die_with_parent() -> None:
-    """Be killed when the parent process ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -27,10 +27,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from socketserver import ForkingMixIn, TCPServer
 from typing import Any, NoReturn, TypeVar
 
-from reshard.cli.options import ModelSide, model_specs, parse_shape, replicated
+from reshard.cli.options import model_specs, parse_shape, replicated
 from reshard.dtypes import canonical_dtype
 from reshard.errors import LayoutError, MeshError, ReshardError
 from reshard.layout.layout import Layout
@@ -39,7 +40,14 @@ from reshard.layout.spec import TensorSpec
 from reshard.planning.plans import plan
 from reshard.rules.models import preset
 from reshard.show.holdings import num_boxes
-from reshard.show.page.document import Document, Field, Footer, as_json, render_page, render_part
+from reshard.show.page.document import (
+    Document,
+    Field,
+    Footer,
+    as_json,
+    render_fragment,
+    render_page,
+)
 from reshard.show.page.plan_page import document_of
 from reshard.text import parse_bytes
 
@@ -49,7 +57,6 @@ MAX_RANKS = 4096
 MAX_BOXES = 100_000
 """What one layout may have; a page with more takes too long to wait for."""
 MAX_TEXT = 300
-"""Characters of a field."""
 
 T = TypeVar("T")
 
@@ -77,6 +84,11 @@ _MODEL_FIELDS = (
 """A model is the name of a known one, never a path: requests do not make the server read files."""
 DEFAULTS = {name: value for name, _, value, _ in _TENSOR_FIELDS}
 MODEL_DEFAULTS = {name: value for name, _, value, _ in _MODEL_FIELDS}
+_OPTIONS = {
+    "dtype": "--dtype", "memory": "--memory", "model": "--model", "have_mesh": "--from",
+    "have_fsdp": "--from-fsdp", "want_mesh": "--to", "want_fsdp": "--to-fsdp", "shape": "--shape",
+}  # fmt: skip
+"""The options of ``reshard plan`` for the same."""
 
 
 @dataclass(slots=True)
@@ -91,16 +103,11 @@ class Answer:
     def footer(self) -> Footer:
         """Where the document comes from: commands that show the same."""
         value = {name: text.strip() for name, text in self.values.items()}
-        options = {"--dtype": value["dtype"], "--memory": value["memory"]}
-        if "model" in value:
-            options |= {"--model": value["model"], "--from": value["have_mesh"]}
-            options |= {"--from-fsdp": value["have_fsdp"], "--to": value["want_mesh"]}
-            options |= {"--to-fsdp": value["want_fsdp"]}
-        else:
-            options |= {"--from": f"{value['have_mesh']}: {value['have_layout']}"}
-            options |= {"--to": f"{value['want_mesh']}: {value['want_layout']}"}
-            options |= {"--shape": value["shape"]}
-        words = [word for option, text in options.items() if text for word in (option, text)]
+        for side in ("have", "want") if "model" not in value else ():
+            value[f"{side}_mesh"] += f": {value[f'{side}_layout']}"
+        words = []
+        for name, option in _OPTIONS.items():
+            words += [option, value[name]] if value.get(name) else []
         for axis in value.get("replicate", "").split():
             words += ["--replicate", axis]
         return Footer(shlex.join(["reshard", "plan", *words]), value.get("model"))
@@ -133,18 +140,14 @@ def answer_of(given: Mapping[str, Any]) -> Answer:
     sides = _model(answer) if "model" in given else _tensor(answer)
     if answer.errors or len(sides) < 2:
         return answer
-    move = None
     with answer.blaming("general"):
-        move = plan(*sides, memory=memory)
+        answer.document = document_of(plan(*sides, memory=memory))
     if "memory" in answer.errors.get("general", ""):
         answer.errors["memory"] = answer.errors.pop("general").replace("memory=", "the cap")
-    if move is not None:
-        answer.document = document_of(move)
     return answer
 
 
 def _tensor(answer: Answer) -> list[Specs]:
-    """Both sides of one tensor; fewer where something is wrong with a field."""
     shape = answer.read("shape", parse_shape)
     dtype = answer.read("dtype", canonical_dtype)
     layouts = [_layout(answer, side, shape) for side in ("have", "want")]
@@ -154,22 +157,19 @@ def _tensor(answer: Answer) -> list[Specs]:
 
 
 def _model(answer: Answer) -> list[Specs]:
-    """Both sides of a model, by the rules of its family."""
     config = answer.read("model", preset)
     dtype = answer.read("dtype", lambda text: canonical_dtype(text) if text else None)
-    meshes = [answer.read(f"{side}_mesh", _mesh) for side in ("have", "want")]
+    read = [answer.read(f"{side}_mesh", _mesh) for side in ("have", "want")]
     fsdp = [answer.read(f"{side}_fsdp", lambda text: text or None) for side in ("have", "want")]
-    axes = answer.read("replicate", str.split)
-    copies: list[str | None] = []
-    if config is not None and axes is not None and None not in meshes:
-        with answer.blaming("replicate"):
-            copies = replicated(axes, [*zip(meshes, fsdp, strict=True)])
+    axes, meshes = answer.read("replicate", str.split), [mesh for mesh in read if mesh is not None]
     sides: list[Specs] = []
-    for side, mesh, cut, copy in zip(("have", "want"), meshes, fsdp, copies, strict=False):
-        with answer.blaming(f"{side}_mesh"):
-            assert config is not None
-            assert mesh is not None
-            sides.append(model_specs(config, ModelSide(side, mesh, None, cut, copy, dtype))[0])
+    if config is None or axes is None or len(meshes) < 2:
+        return sides
+    with answer.blaming("replicate"):
+        copies = replicated(axes, [*zip(meshes, fsdp, strict=True)])
+        for side, mesh, cut, copy in zip(("have", "want"), meshes, fsdp, copies, strict=True):
+            with answer.blaming(f"{side}_mesh"):
+                sides.append(model_specs(config, mesh, None, cut, copy, dtype)[0])
     return sides
 
 
@@ -227,6 +227,10 @@ class TooLongError(Exception):
     """The plan takes more CPU time than a request has."""
 
 
+class RefusedError(Exception):
+    """A request that gets no answer: the status, and why."""
+
+
 class Server(ForkingMixIn, HTTPServer):
     """A server whose requests are each handled by a process with limits."""
 
@@ -244,7 +248,6 @@ class Server(ForkingMixIn, HTTPServer):
 
     @property
     def url(self) -> str:
-        """Where the page is."""
         return f"http://{ADDRESS}:{self.server_port}/"
 
     @property
@@ -264,8 +267,6 @@ class Server(ForkingMixIn, HTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request."""
-
     server: Server
     server_version = "reshard"
     sys_version = ""
@@ -277,76 +278,20 @@ class _Handler(BaseHTTPRequestHandler):
         super().setup()
 
     def do_GET(self) -> None:
-        """The page."""
-        if not self._is_ours():
-            return
-        if self.path.partition("?")[0] != "/":
-            self._refuse(HTTPStatus.NOT_FOUND, "there is one page here: /")
-            return
-        answer = _bounded(self.server.values)
-        if answer.document is None:
-            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "; ".join(answer.errors.values()))
-            return
-        listed = _MODEL_FIELDS if "model" in answer.values else _TENSOR_FIELDS
-        fields = [Field(name, label, answer.values[name], hint) for name, label, _, hint in listed]
-        page = render_page(answer.document, answer.footer, fields)
-        self._send(HTTPStatus.OK, "text/html; charset=utf-8", page)
+        self._respond(self._page)
 
     def do_POST(self) -> None:
-        """The plan of the fields in the body, or what is wrong with them."""
-        if not self._is_ours():
-            return
-        if self.path != "/plan":
-            self._refuse(HTTPStatus.NOT_FOUND, "plans are made at /plan")
-            return
-        values = self._values()
-        if values is None:
-            return
-        answer = _bounded(values)
-        found: dict[str, Any] = {"errors": answer.errors}
-        if answer.document is not None:
-            html = render_part(answer.document, answer.footer)
-            found = {"html": html, "title": answer.document.headline, "data": answer.document.data}
-        self._send(HTTPStatus.OK, "application/json", as_json(found))
+        self._respond(self._plan)
 
-    def _is_ours(self) -> bool:
-        """Whether the request is from a page of this server, or from no page at all."""
-        hosts = self.headers.get_all("Host", [])
-        origin = self.headers.get("Origin")
-        if len(hosts) != 1 or hosts[0].lower() not in self.server.names:
-            self._refuse(HTTPStatus.FORBIDDEN, f"this server is called {self.server.names[0]}")
-            return False
-        if origin is not None and origin not in [f"http://{name}" for name in self.server.names]:
-            self._refuse(HTTPStatus.FORBIDDEN, "other pages may not use this server")
-            return False
-        return True
-
-    def _values(self) -> dict[str, str] | None:
-        """The fields in the body; None where it is not what the page sends."""
-        if self.headers.get_content_type() != "application/json":
-            self._refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "the body must be application/json")
-            return None
-        length = self.headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdigit() and len(length) < 10):
-            self._refuse(HTTPStatus.LENGTH_REQUIRED, "the body needs a Content-Length")
-            return None
-        if int(length) > MAX_BODY:
-            text = f"the body has {length} bytes: at most {MAX_BODY} work"
-            self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, text)
-            return None
+    def _respond(self, make: Callable[[], tuple[str, str]]) -> None:
+        """Send a content type and a text, or why the request is refused."""
+        status = HTTPStatus.OK
         try:
-            values = json.loads(self.rfile.read(int(length)))
-        except (ValueError, RecursionError):
-            values = None
-        if not isinstance(values, dict) or not all(isinstance(v, str) for v in values.values()):
-            self._refuse(HTTPStatus.BAD_REQUEST, "the body must be an object of texts")
-            return None
-        return values
-
-    def _refuse(self, status: HTTPStatus, text: str) -> None:
-        self._send(status, "text/plain; charset=utf-8", f"{text}\n")
-
-    def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
+            self._check_origin()
+            kind, text = make()
+        except RefusedError as refused:
+            status, reason = refused.args
+            kind, text = "text/plain; charset=utf-8", f"{reason}\n"
         body = text.encode()
         self.send_response(status)
         for name, value in {**HEADERS, "Content-Type": kind}.items():
@@ -354,6 +299,51 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+    def _check_origin(self) -> None:
+        """Refuse requests but those from a page of this server, or from no page at all."""
+        hosts, origin = self.headers.get_all("Host", []), self.headers.get("Origin")
+        if len(hosts) != 1 or hosts[0].lower() not in self.server.names:
+            name = self.server.names[0]
+            raise RefusedError(HTTPStatus.FORBIDDEN, f"this server is called {name}")
+        if origin is not None and origin not in [f"http://{name}" for name in self.server.names]:
+            raise RefusedError(HTTPStatus.FORBIDDEN, "other pages may not use this server")
+
+    def _page(self) -> tuple[str, str]:
+        if self.path.partition("?")[0] != "/":
+            raise RefusedError(HTTPStatus.NOT_FOUND, "there is one page here: /")
+        answer = _bounded(self.server.values)
+        if answer.document is None:
+            raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "; ".join(answer.errors.values()))
+        listed = _MODEL_FIELDS if "model" in answer.values else _TENSOR_FIELDS
+        fields = [Field(name, label, answer.values[name], hint) for name, label, _, hint in listed]
+        return "text/html; charset=utf-8", render_page(answer.document, answer.footer, fields)
+
+    def _plan(self) -> tuple[str, str]:
+        """The plan of the fields in the body, or what is wrong with them."""
+        if self.path != "/plan":
+            raise RefusedError(HTTPStatus.NOT_FOUND, "plans are made at /plan")
+        if self.headers.get_content_type() != "application/json":
+            text = "the body must be application/json"
+            raise RefusedError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, text)
+        length = self.headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdigit() and len(length) < 10):
+            raise RefusedError(HTTPStatus.LENGTH_REQUIRED, "the body needs a Content-Length")
+        if int(length) > MAX_BODY:
+            text = f"the body has {length} bytes: at most {MAX_BODY} work"
+            raise RefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, text)
+        try:
+            values = json.loads(self.rfile.read(int(length)))
+        except (ValueError, RecursionError):
+            values = None
+        if not isinstance(values, dict) or not all(isinstance(v, str) for v in values.values()):
+            raise RefusedError(HTTPStatus.BAD_REQUEST, "the body must be an object of texts")
+        answer = _bounded(values)
+        found: dict[str, Any] = {"errors": answer.errors}
+        if answer.document is not None:
+            html = render_fragment("doc.html", doc=answer.document, footer=answer.footer)
+            found = {"html": html, "title": answer.document.headline, "data": answer.document.data}
+        return "application/json", as_json(found)
 
     def log_message(self, format: str, *args: Any) -> None:
         """The terminal of the explorer stays quiet."""
@@ -373,7 +363,6 @@ def _bounded(values: Mapping[str, str]) -> Answer:
 
 
 def _limit() -> None:
-    """Bound the CPU seconds, the memory and the time of this process."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGXCPU, _too_long)
@@ -381,8 +370,7 @@ def _limit() -> None:
     used = resource.getrusage(resource.RUSAGE_SELF)
     cpu = int(used.ru_utime + used.ru_stime) + CPU_SECONDS
     resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + CPU_SECONDS))
-    with open("/proc/self/statm") as file:  # noqa: PTH123
-        size = int(file.read().split()[0]) * resource.getpagesize()
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
 
 

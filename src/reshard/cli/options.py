@@ -1,54 +1,62 @@
 """Options that several commands take, and what people write in them, read into values.
 
-Shapes, sides of a move, models, rules, ranks; also how ``verify`` and ``diff`` report.
+Shapes, sides of a move, models, rules, ranks.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from reshard.cli.output import byte_meter, fitted, print_json
 from reshard.errors import FormatError, LayoutError, NotationError, PlanError
-from reshard.text import Report, log
+from reshard.text import log
 
 if TYPE_CHECKING:
     from reshard.layout.layout import Layout
     from reshard.layout.mesh import Mesh
     from reshard.layout.spec import TensorSpec
-    from reshard.rules import Rules
 
 __all__ = [
-    "MODELS", "REPLICATE", "RULES", "ModelSide", "add_manners", "compare_and_report",
-    "model_config", "model_specs", "parse_model_mesh", "parse_shape", "parse_side", "replicated",
-    "with_options", "with_replicas",
+    "add_manners", "json_option", "memory_option", "model_config", "model_option", "model_specs",
+    "parse_model_mesh", "parse_shape", "parse_side", "replicated", "rules_option",
 ]  # fmt: skip
 
-REPLICATE = "An axis of the mesh along which the rules replicate everything, on purpose."
 MAX_ELEMENTS = 1 << 56
 MAX_CONFIG = 1 << 24
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _TIMES = re.compile(r"\d+(x\d+)+\Z", re.ASCII)
 
 
-def MODELS(_: Any, __: Any, typed: str) -> list[str]:  # noqa: N802
-    """What a shell completes after --model."""
-    from reshard.rules.models import PRESETS
+def model_option(text: str) -> Callable[[F], F]:
+    """The option --model; a shell completes the names of known models."""
 
-    return [name for name in PRESETS if name.startswith(typed)]
+    def known(_: Any, __: Any, typed: str) -> list[str]:
+        from reshard.rules.models import PRESETS
+
+        return [name for name in PRESETS if name.startswith(typed)]
+
+    return click.option("--model", help=text, shell_complete=known)
 
 
-def RULES(_: Any, __: Any, typed: str) -> list[str]:  # noqa: N802
-    """What a shell completes after --rules."""
-    from reshard.rules import Rules
+def rules_option(name: str, text: str) -> Callable[[F], F]:
+    """An option for rules; a shell completes the names of families."""
 
-    return [name for name in Rules.families() if name.startswith(typed)]
+    def families(_: Any, __: Any, typed: str) -> list[str]:
+        from reshard.rules import Rules
+
+        return [family for family in Rules.families() if family.startswith(typed)]
+
+    return click.option(name, help=text, shell_complete=families)
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 def add_manners(command: click.Command) -> None:
@@ -76,60 +84,9 @@ def _remember(context: click.Context, option: click.Parameter, value: bool) -> N
     said[option.name] = value or said.get(option.name, False)
 
 
-R = TypeVar("R", bound=Report)
-C = TypeVar("C", bound=Callable[..., int])
-
-_OPTIONS = (
-    click.option(
-        "--memory", default="256MiB", show_default=True, help="Maximum memory for buffers."
-    ),
-    click.option(
-        "--rules",
-        help="Rules of the per-rank files of A: a family, or a TOML file.",
-        shell_complete=RULES,
-    ),
-    click.option("--mesh", help='The mesh of the per-rank files of A, such as "tp=4".'),
-    click.option("--b-rules", help="Rules of the per-rank files of B.", shell_complete=RULES),
-    click.option("--b-mesh", help="The mesh of the per-rank files of B."),
-    click.option("--replicate", multiple=True, metavar="AXIS", help=REPLICATE),
-    click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+memory_option = click.option(
+    "--memory", default="256MiB", show_default=True, help="Maximum memory for buffers."
 )
-
-
-def with_options(command: C) -> C:
-    """The options of a command that reads one or two checkpoints in full."""
-    for option in reversed(_OPTIONS):  # the last one that is added is shown first
-        command = option(command)
-    return command
-
-
-def with_replicas(
-    axes: Sequence[str], sides: Sequence[tuple[str | None, str | None]]
-) -> list[Rules | str | None]:
-    """The rules of each side, given with its mesh, with the axes of ``--replicate``."""
-    if not axes:
-        return [rules for rules, _ in sides]
-    from reshard.layout.mesh import Mesh
-    from reshard.rules import Rules
-
-    meshes = [Mesh.parse(mesh) if mesh and rules else None for rules, mesh in sides]
-    copies = replicated(axes, [(mesh, None) for mesh in meshes])
-    return [
-        rules if axes is None or rules is None else Rules.load(rules, replicate=axes)
-        for (rules, _), axes in zip(sides, copies, strict=True)
-    ]
-
-
-def compare_and_report(verb: str, compare: Callable[..., R], words: Mapping[str, Any]) -> R:
-    """Compare two checkpoints as the command line asks, and print the report."""
-    given = dict(words)
-    as_json = given.pop("as_json")
-    sides = [(given["rules"], given["mesh"]), (given["b_rules"], given["b_mesh"])]
-    given["rules"], given["b_rules"] = with_replicas(given.pop("replicate"), sides)
-    with byte_meter(verb) as progress:
-        report = compare(given.pop("a"), given.pop("b"), progress=progress, **given)
-    print_json(verb, report.to_dict()) if as_json else print(fitted(str(report)))
-    return report
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
@@ -179,18 +136,6 @@ def parse_side(text: str, option: str) -> Layout:
     return Layout.parse(text)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSide:
-    """How one side of a model's move is cut: a mesh, rules, axes of FSDP and of replicas."""
-
-    option: str
-    mesh: Mesh
-    rules: str | None = None
-    fsdp: str | None = None
-    replicate: str | None = None
-    dtype: str | None = None
-
-
 def model_config(name: str) -> Mapping[str, Any]:
     """The config of a known model, of a ``config.json`` file, or of a folder that has one."""
     import json
@@ -214,7 +159,12 @@ def model_config(name: str) -> Mapping[str, Any]:
 
 
 def model_specs(
-    config: Mapping[str, Any], side: ModelSide
+    config: Mapping[str, Any],
+    mesh: Mesh,
+    rules: str | None = None,
+    fsdp: str | None = None,
+    replicate: str | None = None,
+    dtype: str | None = None,
 ) -> tuple[dict[str, TensorSpec], list[str]]:
     """The specs of all tensors of a model on one side of a move, and notes about its layouts."""
     from reshard.layout.spec import TensorSpec
@@ -223,17 +173,16 @@ def model_specs(
 
     model = tensors(config)
     shapes = {name: shape for name, (shape, _) in model.items()}
-    rules = Rules.load(side.rules, config=config, fsdp=side.fsdp, replicate=side.replicate)
-    layouts = rules.layouts(shapes, side.mesh)
+    loaded = Rules.load(rules, config=config, fsdp=fsdp, replicate=replicate)
+    layouts = loaded.layouts(shapes, mesh)
     specs = {
-        name: TensorSpec(shape, side.dtype or dtype, layouts[name])
-        for name, (shape, dtype) in model.items()
+        name: TensorSpec(shape, dtype or usual, layouts[name])
+        for name, (shape, usual) in model.items()
     }
-    return specs, [f"{side.option}: {note}" for note in rules.notes(layouts, shapes, side.mesh)]
+    return specs, loaded.notes(layouts, shapes, mesh)
 
 
 def parse_model_mesh(text: str, option: str) -> Mesh:
-    """Read the mesh of one side of a model's move."""
     from reshard.layout.mesh import Mesh
 
     mesh, colon, layout = text.partition(":")

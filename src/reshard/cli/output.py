@@ -122,7 +122,6 @@ def print_lines(lines: Iterable[Line]) -> None:
 
 
 def terminal_width() -> int:
-    """How many characters a line has."""
     return max(shutil.get_terminal_size((80, 24)).columns, 40)
 
 

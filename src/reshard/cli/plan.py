@@ -5,24 +5,24 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from reshard.cli.options import (
-    MODELS,
-    RULES,
-    ModelSide,
+    json_option,
     model_config,
+    model_option,
     model_specs,
     parse_model_mesh,
     parse_shape,
     parse_side,
     replicated,
+    rules_option,
 )
 from reshard.cli.output import fitted, print_json, print_lines, say_written, terminal_width
 from reshard.errors import PlanError, ProofError
@@ -36,45 +36,25 @@ if TYPE_CHECKING:
 __all__ = ["explore", "plan"]
 
 MAX_STEPS = 40
+STEPS = ("sends", "receives", "copies")
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """The options of ``reshard plan``, as they were written."""
-
-    have: str
-    want: str
-    shape: str | None
-    model: str | None
-    dtype: str | None
-    to_dtype: str | None
-    memory: str | None
-    topology: str | None
-    without: str | None
-    from_rules: str | None
-    to_rules: str | None
-    from_fsdp: str | None
-    to_fsdp: str | None
-    replicate: tuple[str, ...]
+MODEL_OPTIONS = ("from_rules", "to_rules", "from_fsdp", "to_fsdp", "replicate")
 
 
 @click.command()
 @click.option("--from", "have", required=True, help='Where it is: "dp=2 tp=4: (dp tp) -".')
 @click.option("--to", "want", required=True, help='Where it goes: "tp=2 @ 8-9: - tp".')
 @click.option("--shape", help="The shape of one tensor, such as 8192,4096.")
-@click.option(
-    "--model", help="A model: llama-3-8b, ..., a config.json or its folder.", shell_complete=MODELS
-)
+@model_option("A model: llama-3-8b, ..., a config.json or its folder.")
 @click.option("--dtype", help="The dtype; if not given float32, or the model's.")
 @click.option("--to-dtype", help="The dtype at the destination, if it is another one.")
 @click.option("--memory", help="Maximum staging memory per rank; 256MiB if not given.")
 @click.option("--topology", metavar="FILE", help="Hosts and links, as TOML: predicts seconds.")
 @click.option("--without", metavar="RANKS", help="Source ranks that are lost, such as 3,7.")
-@click.option(
-    "--rules", help="With --model: a family such as llama, or a TOML file.", shell_complete=RULES
-)
-@click.option("--from-rules", help="Rules for the source alone.", shell_complete=RULES)
-@click.option("--to-rules", help="Rules for the destination alone.", shell_complete=RULES)
+@rules_option("--rules", "With --model: a family such as llama, or a TOML file.")
+@rules_option("--from-rules", "Rules for the source alone.")
+@rules_option("--to-rules", "Rules for the destination alone.")
 @click.option("--from-fsdp", metavar="AXES", help="Axes that shard dim 0 of the source further.")
 @click.option("--to-fsdp", metavar="AXES", help="Axes that shard dim 0 of the destination further.")
 @click.option("--replicate", multiple=True, metavar="AXIS", help=(
@@ -87,7 +67,7 @@ class Request:
     "With --html: what a run of this plan measured, as RunReport.save wrote it; may be repeated."
 ))  # fmt: skip
 @click.option("--save", metavar="FILE", help="Write the plan as .html, .json or .trace.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def plan(
     rules: str | None,
     rank: int | None,
@@ -111,8 +91,7 @@ def plan(
 
     words["from_rules"] = words["from_rules"] or rules
     words["to_rules"] = words["to_rules"] or rules
-    request = Request(**words)
-    move, notes = _make_plan(request)
+    move, notes = _make_plan(words)
     if rank is not None and rank not in move.ranks:
         raise PlanError(
             f"rank {rank} has no part in this plan: its ranks are {format_ranks(move.ranks)}"
@@ -126,7 +105,7 @@ def plan(
     if reports and html is None:
         raise PlanError("--report is for --html: a page shows what a run measured")
     if html is not None:
-        _write_page(move, html, request, notes, reports)
+        _write_page(move, html, words, notes, reports)
     if save is not None:
         move.save(save)
         say_written(save)
@@ -139,80 +118,75 @@ def plan(
     return 1 if failure else 0
 
 
-Sides: TypeAlias = "tuple[dict[str, TensorSpec], dict[str, TensorSpec], list[str]]"
-"""Source, destination, and notes about their layouts."""
-
-
-def _make_plan(request: Request) -> tuple[Plan, list[str]]:
-    """The plan that the options ask for, and notes about its layouts."""
+def _make_plan(words: Mapping[str, Any]) -> tuple[Plan, list[str]]:
     from reshard.layout.mesh import parse_ranks
     from reshard.planning.cost.topology import Topology
     from reshard.planning.plans import plan as make
 
-    if (request.shape is None) == (request.model is None):
-        given = "both" if request.shape is not None else "neither"
+    if (words["shape"] is None) == (words["model"] is None):
+        given = "both" if words["shape"] is not None else "neither"
         raise PlanError(
             f"give --shape (one tensor) or --model (a whole model): {given} of them were given"
         )
-    have, want, notes = _tensor(request) if request.shape is not None else _model(request)
-    if request.without is not None:
-        lost = tuple(parse_ranks(request.without, f"--without {request.without}"))
+    notes: list[str] = []
+    have, want = _tensor(words) if words["shape"] is not None else _model(words, notes)
+    if words["without"] is not None:
+        lost = tuple(parse_ranks(words["without"], f"--without {words['without']}"))
         layouts = {spec.layout: spec.layout.without(lost) for spec in have.values()}
         have = {name: replace(spec, layout=layouts[spec.layout]) for name, spec in have.items()}
-    topology = None if request.topology is None else Topology.load(request.topology)
-    return make(have, want, memory=request.memory, topology=topology), notes
+    topology = None if words["topology"] is None else Topology.load(words["topology"])
+    return make(have, want, memory=words["memory"], topology=topology), notes
 
 
-def _tensor(request: Request) -> Sides:
+def _tensor(words: Mapping[str, Any]) -> Iterable[dict[str, TensorSpec]]:
+    """The specs at the source and at the destination."""
     from reshard.layout.spec import TensorSpec
 
-    for option in ("from_rules", "to_rules", "from_fsdp", "to_fsdp", "replicate"):
-        if getattr(request, option):
+    for option in MODEL_OPTIONS:
+        if words[option]:
             name = option.replace("_", "-")
             raise PlanError(f"--{name} is for --model: with --shape the layouts are given in full")
-    shape = parse_shape(request.shape or "")
-    dtype = request.dtype or "float32"
-    have = TensorSpec(shape, dtype, parse_side(request.have, "--from"))
-    want = TensorSpec(shape, request.to_dtype or dtype, parse_side(request.want, "--to"))
-    have.layout.dims(shape)
-    want.layout.dims(shape)
-    return {"tensor": have}, {"tensor": want}, []
+    shape, dtype = parse_shape(words["shape"]), words["dtype"] or "float32"
+    dtypes = dtype, words["to_dtype"] or dtype
+    layouts = parse_side(words["have"], "--from"), parse_side(words["want"], "--to")
+    specs = [TensorSpec(shape, *side) for side in zip(dtypes, layouts, strict=True)]
+    for layout in layouts:
+        layout.dims(shape)
+    return [{"tensor": spec} for spec in specs]
 
 
-def _model(request: Request) -> Sides:
-    config = model_config(request.model or "")
-    from_mesh = parse_model_mesh(request.have, "--from")
-    to_mesh = parse_model_mesh(request.want, "--to")
-    fsdp = request.from_fsdp, request.to_fsdp
-    copies = replicated(request.replicate, [*zip((from_mesh, to_mesh), fsdp, strict=True)])
-    dtype, to_dtype = request.dtype, request.to_dtype or request.dtype
-    sides = (
-        ModelSide("--from", from_mesh, request.from_rules, fsdp[0], copies[0], dtype),
-        ModelSide("--to", to_mesh, request.to_rules, fsdp[1], copies[1], to_dtype),
-    )
-    (have, about_have), (want, about_want) = (model_specs(config, side) for side in sides)
-    return have, want, [*about_have, *about_want]
+def _model(words: Mapping[str, Any], notes: list[str]) -> Iterable[dict[str, TensorSpec]]:
+    """The same for a model; adds notes about its layouts."""
+    config = model_config(words["model"])
+    options = ("--from", "--to")
+    meshes = [*map(parse_model_mesh, (words["have"], words["want"]), options)]
+    fsdp = words["from_fsdp"], words["to_fsdp"]
+    copies = replicated(words["replicate"], [*zip(meshes, fsdp, strict=True)])
+    rules = words["from_rules"], words["to_rules"]
+    dtypes = words["dtype"], words["to_dtype"] or words["dtype"]
+    for option, *side in zip(options, meshes, rules, fsdp, copies, dtypes, strict=True):
+        specs, about = model_specs(config, *side)
+        notes += [f"{option}: {note}" for note in about]
+        yield specs
 
 
 def _write_page(
-    move: Plan, path: str, request: Request, notes: Sequence[str], reports: Sequence[str]
+    move: Plan, path: str, given: Mapping[str, Any], notes: Sequence[str], reports: Sequence[str]
 ) -> None:
-    """Write the page, with what was typed and what runs measured."""
     from reshard.show.page import render
     from reshard.show.page.document import Footer
     from reshard.show.run_report import RunReport
 
-    words = ["--from", request.have, "--to", request.want]
-    options = {"--shape": request.shape, "--model": request.model}
-    options |= {"--from-fsdp": request.from_fsdp, "--to-fsdp": request.to_fsdp}
-    words += [word for option, text in options.items() if text for word in (option, text)]
-    words += [word for axis in request.replicate for word in ("--replicate", axis)]
+    words = ["--from", given["have"], "--to", given["want"]]
+    for option in ("shape", "model", "from_fsdp", "to_fsdp"):
+        words += [f"--{option.replace('_', '-')}", given[option]] if given[option] else []
+    words += [word for axis in given["replicate"] for word in ("--replicate", axis)]
     # The explorer has the models and rules that are shipped, and no files.
-    is_file = request.model is not None and Path(request.model).exists()
-    is_known = not (request.from_rules or request.to_rules or is_file)
+    is_file = given["model"] is not None and Path(given["model"]).exists()
+    is_known = not (given["from_rules"] or given["to_rules"] or is_file)
     explore = shlex.join(["reshard", "explore", *words]) if is_known else None
     arguments = click.get_current_context().meta.get("reshard.arguments", ["plan"])
-    footer = Footer.of_command(arguments, request.model, explore)
+    footer = Footer.of_command(arguments, given["model"], explore)
     runs = [RunReport.load(report) for report in reports]
     text = render(move, reports=runs, notes=notes, footer=footer)
     Path(path).write_text(text, encoding="utf-8")
@@ -242,10 +216,9 @@ def _print(move: Plan, rank: int | None, notes: Sequence[str]) -> None:
 
 
 def _rank_lines(mine: RankPlan) -> list[str]:
-    """What a rank sends, receives and copies, each with its first steps."""
     lines = []
-    kinds = {"sends": mine.sends, "receives": mine.receives, "copies": mine.copies}
-    for verb, steps in kinds.items():
+    for verb in STEPS:
+        steps = getattr(mine, verb)
         lines.append(f"rank {mine.rank} {verb} {format_bytes(steps.num_bytes)}")
         rows = [("round", "tensor", "box", "with", "bytes")]
         shown = list(islice(iter(steps), MAX_STEPS + 1))
@@ -278,10 +251,8 @@ def _print_json(move: Plan, rank: int | None, failure: str | None, notes: Sequen
     if failure != "not asked":
         data["proof"] = {"holds": failure is None, "error": failure}
     if rank is not None:
-        mine = move.for_rank(rank)
-        kinds = {"sends": mine.sends, "receives": mine.receives, "copies": mine.copies}
         data["rank"] = {"rank": rank}
-        for kind, steps in kinds.items():
+        for kind in STEPS:
             data["rank"][kind] = [
                 {
                     "round": step.round,
@@ -293,7 +264,7 @@ def _print_json(move: Plan, rank: int | None, failure: str | None, notes: Sequen
                     "bytes": step.num_bytes,
                     "hop": step.hop,
                 }
-                for step in steps
+                for step in getattr(move.for_rank(rank), kind)
             ]
     print_json("plan", data)
 
@@ -302,7 +273,7 @@ def _print_json(move: Plan, rank: int | None, failure: str | None, notes: Sequen
 @click.option("--from", "have", help='Where it is: "dp=2 tp=4: (dp tp) -".')
 @click.option("--to", "want", help='Where it goes: "tp=2 @ 8-9: - tp".')
 @click.option("--shape", help="The shape of the tensor, such as 8192,4096.")
-@click.option("--model", help="A whole model instead, such as llama-3-8b.", shell_complete=MODELS)
+@model_option("A whole model instead, such as llama-3-8b.")
 @click.option("--from-fsdp", metavar="AXES", help="With --model: axes that shard dim 0 further.")
 @click.option("--to-fsdp", metavar="AXES", help="The same for the destination.")
 @click.option("--replicate", multiple=True, metavar="AXIS", help=(
@@ -327,7 +298,7 @@ def explore(port: int | None, no_browser: bool, as_json: bool, **words: Any) -> 
     """
     from reshard.cli.explore_server import Server, answer_of
 
-    values = _tensor_values(**words) if words["model"] is None else _model_values(**words)
+    values = _values(**words)
     errors = answer_of(values).errors  # the first page must be one; and this loads all it needs
     if errors:
         raise PlanError("; ".join(errors.values()))
@@ -353,30 +324,24 @@ def explore(port: int | None, no_browser: bool, as_json: bool, **words: Any) -> 
     return 0
 
 
-def _tensor_values(have: str | None, want: str | None, **given: Any) -> dict[str, str]:
-    """The fields of one tensor, as far as options name them."""
-    from reshard.cli.explore_server import DEFAULTS
+def _values(have: str | None, want: str | None, **given: Any) -> dict[str, str]:
+    """The fields of the explorer, as far as options name them."""
+    from reshard.cli.explore_server import DEFAULTS, MODEL_DEFAULTS
 
-    for option in ("from_fsdp", "to_fsdp", "replicate"):
-        if given[option]:
+    is_model = given["model"] is not None
+    if is_model and given["shape"]:
+        raise click.UsageError("give --shape (one tensor) or --model (a whole model), not both")
+    for option in () if is_model else MODEL_OPTIONS:
+        if given.get(option):
             name = option.replace("_", "-")
             raise click.UsageError(f"--{name} is for --model: a layout names all its axes")
     for side, option, text in (("have", "--from", have), ("want", "--to", want)):
-        if text is not None:
+        if text is not None and is_model:
+            given[f"{side}_mesh"] = str(parse_model_mesh(text, option))
+        elif text is not None:
             parse_side(text, option)
             given[f"{side}_mesh"], _, given[f"{side}_layout"] = map(str.strip, text.partition(":"))
-    return {name: given.get(name) or value for name, value in DEFAULTS.items()}
-
-
-def _model_values(have: str | None, want: str | None, **given: Any) -> dict[str, str]:
-    """The fields of a model, as far as options name them."""
-    from reshard.cli.explore_server import MODEL_DEFAULTS
-
-    if given["shape"]:
-        raise click.UsageError("give --shape (one tensor) or --model (a whole model), not both")
-    for side, option, text in (("have", "--from", have), ("want", "--to", want)):
-        if text is not None:
-            given[f"{side}_mesh"] = str(parse_model_mesh(text, option))
     given |= {"have_fsdp": given["from_fsdp"], "want_fsdp": given["to_fsdp"]}
     given["replicate"] = " ".join(given["replicate"])
-    return {name: given.get(name) or value for name, value in MODEL_DEFAULTS.items()}
+    defaults = MODEL_DEFAULTS if is_model else DEFAULTS
+    return {name: given.get(name) or value for name, value in defaults.items()}

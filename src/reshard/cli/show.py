@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from reshard.cli.options import MODELS, model_config, parse_shape
+from reshard.cli.options import json_option, model_config, model_option, parse_shape
 from reshard.cli.output import fitted, print_json, print_lines, terminal_width, wants_boxes
 from reshard.errors import ArgumentError, LayoutError
 from reshard.text import align, and_more, format_shape, quoted
@@ -25,11 +25,9 @@ MAX_PIECES = 1_000_000
 @click.argument("layout", required=False, metavar="[LAYOUT|TENSOR]")
 @click.option("--mesh", help='The ranks, such as "dp=2 tp=4", where LAYOUT does not name them.')
 @click.option("--shape", help="The shape of the tensor, such as 8192,4096.")
-@click.option(
-    "--model", help="A model: llama-3-8b, ..., a config.json or its folder.", shell_complete=MODELS
-)
+@model_option("A model: llama-3-8b, ..., a config.json or its folder.")
 @click.option("--rank", type=int, help="Only what this rank holds, box by box.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def show(
     layout: str | None,
     mesh: str | None,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from reshard.cli.options import json_option
 from reshard.cli.output import fitted, print_json
 
 __all__ = ["bench", "index"]
@@ -18,7 +19,7 @@ HELPERS = frozenset({"before_after.py", "side_by_side.py", "walk.py"})
 @click.command()
 @click.argument("path", type=click.Path())
 @click.option("-o", "--out", required=True, type=click.Path(), help="The folder to write.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def index(path: str, out: str, as_json: bool) -> None:
     """Write an index of the Python and Markdown files below PATH, as Markdown and JSON.
 

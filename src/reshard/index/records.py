@@ -7,7 +7,7 @@ import importlib.util
 import keyword
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
@@ -59,7 +59,6 @@ class Record:
     """{word: (kind, line of its first definition or mention, count)}, sorted."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as plain data, for JSON."""
         return {"schema": "reshard.index.file/1", **asdict(self)}
 
 
@@ -83,27 +82,22 @@ def python_record(path: str, data: bytes) -> tuple[Record, str]:
     text = importlib.util.decode_source(data)
     tree = ast.parse(text)
     walk = _Walk(tree)
-    words = _words(text, walk.docstrings)
-    found = {word: _kind(walk.defined.get(word), *words[word]) for word in sorted(words)}
+    found = {}
+    for word, (in_code, code_line, in_text, text_line) in sorted(_words(text, walk).items()):
+        kind = DEFINED if word in walk.defined else MENTIONED if in_code else IN_TEXT
+        line = walk.defined.get(word) or code_line or text_line
+        found[word] = kind, line, in_code + in_text
+    functions, classes = (
+        sorted(some, key=lambda one: one.line) for some in (walk.functions, walk.classes)
+    )
     summary = first_sentence(ast.get_docstring(tree, clean=False))
-    both = walk.functions, walk.classes
-    functions, classes = (sorted(some, key=lambda one: one.line) for some in both)
     counts = len(lines_of(text)), len(data)
-    record = Record(
+    return Record(
         path, "python", *counts, summary, functions, classes, [], walk.imports, found
-    )  # fmt: skip
-    return record, text
+    ), text  # fmt: skip
 
 
-def _kind(
-    defined: int | None, in_code: int, code_line: int, in_text: int, text_line: int
-) -> tuple[str, int, int]:
-    if defined:
-        return DEFINED, defined, in_code + in_text
-    return (MENTIONED, code_line, in_code + in_text) if in_code else (IN_TEXT, text_line, in_text)
-
-
-def _words(text: str, docstrings: set[int]) -> dict[str, list[int]]:
+def _words(text: str, walk: _Walk) -> dict[str, list[int]]:
     """For each word: how often and where first, in code, and in comments and docstrings."""
     starts = [0, *(found.end() for found in re.finditer("\n", text))]
     words: dict[str, list[int]] = {}
@@ -115,7 +109,7 @@ def _words(text: str, docstrings: set[int]) -> dict[str, list[int]]:
             elif not keyword.iskeyword(token[0]):
                 seen = words.setdefault(token[0], [0, 0, 0, 0])
                 seen[:2] = [1, bisect_right(starts, token.start())]
-        elif token.lastgroup == "comment" or bisect_right(starts, token.start()) in docstrings:
+        elif token.lastgroup == "comment" or bisect_right(starts, token.start()) in walk.docstrings:
             for found in _WORD.finditer(token[0]):
                 seen = words.setdefault(found[0], [0, 0, 0, 0])
                 seen[2] += 1
@@ -132,7 +126,7 @@ class _Walk:
         self.imports: list[tuple[str, int, list[str]]] = []
         self.defined: dict[str, int] = {}
         self.docstrings: set[int] = set()
-        self._own = set(_callable_names(tree))
+        self._own = set(_callable_names(tree.body))
         self._visit(tree, "", "")
 
     def _visit(self, scope: ast.Module | _Named, prefix: str, owner: str) -> set[str]:
@@ -184,14 +178,13 @@ class _Walk:
             self.imports.append(("." * node.level + (node.module or ""), node.lineno, names))
 
 
-def _callable_names(tree: ast.Module) -> Iterator[str]:
+def _callable_names(nodes: Iterable[ast.stmt], prefix: str = "") -> Iterator[str]:
     """Functions, classes and methods, under dotted names."""
-    for node in tree.body:
+    for node in nodes:
         if isinstance(node, _Named):
-            yield node.name
-        if isinstance(node, ast.ClassDef):
-            methods = (one.name for one in node.body if isinstance(one, _Named))
-            yield from (f"{node.name}.{method}" for method in methods)
+            yield f"{prefix}{node.name}"
+        if isinstance(node, ast.ClassDef) and not prefix:
+            yield from _callable_names(node.body, f"{node.name}.")
 
 
 def _called(function: ast.expr, owner: str) -> str:
@@ -231,7 +224,6 @@ def markdown_record(path: str, data: bytes) -> tuple[Record, str]:
         for found in _WORD.finditer(text, start, stop):
             seen = words.get(found[0], (MENTIONED, bisect_right(starts, found.start()), 0))
             words[found[0]] = (*seen[:2], seen[2] + 1)
-    summary = headings[0].name if headings else ""
+    summary, listed = headings[0].name if headings else "", dict(sorted(words.items()))
     counts = len(lines_of(text)), len(data)
-    listed = dict(sorted(words.items()))
     return Record(path, "markdown", *counts, summary, [], [], headings, [], listed), text

@@ -6,6 +6,7 @@ import html
 import json
 import os
 import posixpath
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,6 +33,7 @@ MAX_FILE = 16 << 20
 LINKS = "<!-- links -->"
 """Where the links to other files of the tree go, which are known when all files are read."""
 
+_TEST = re.compile(r"/tests/|/test_[^/]*\Z|_test\.py\Z")
 _READERS = {".py": python_record, ".pyi": python_record, ".md": markdown_record}
 _SECTIONS = {"Imports": "Dependencies", "Identifiers": "Source", "Code words": "Source"}
 _ESCAPES = str.maketrans({sign: f"\\{sign}" for sign in "\\`*_[]<>|#"} | {"\n": " "})
@@ -49,7 +51,6 @@ class IndexReport:
     """(path, reason)."""
 
     def to_dict(self) -> dict[str, object]:
-        """The report as plain data, for JSON."""
         return {"schema": "reshard.index/1", **asdict(self)}
 
     def __str__(self) -> str:
@@ -90,7 +91,13 @@ def build(source: str | Path, out: str | Path) -> IndexReport:
             name = path.encode(errors="backslashreplace").decode()  # it may be no UTF-8
             skipped.append((name, " ".join(str(error).split())[:200] or type(error).__name__))
             continue
-        _count(record, len(files), words)
+        for word, (kind, line, count) in record.identifiers.items():
+            # Occurrences, files, and where it is defined or first found.
+            seen = words.setdefault(word, [0, 0, len(files), line, 0])
+            seen[0] += count
+            seen[1] += 1
+            if kind == DEFINED and not seen[4]:
+                seen[2:] = [len(files), line, 1]
         files.append(_remembered(root, record))
         lines += record.lines
     _write_links(target, files)
@@ -113,7 +120,6 @@ def _paths(root: Path, target: Path) -> Iterator[str]:
 
 
 def _write_file(root: Path, target: Path, path: str) -> Record:
-    """Write the record and the two pages of one file."""
     size = (root / path).stat().st_size
     if size > MAX_FILE:
         raise ValueError(f"{size} bytes, at most {MAX_FILE} are read")
@@ -142,16 +148,6 @@ def _remembered(root: Path, record: Record) -> _File:
     return _File(record.path, ".".join(names), record.summary, tuple(imports))
 
 
-def _count(record: Record, index: int, words: dict[str, list[int]]) -> None:
-    """Add the keywords of a file: occurrences, files, and where each is defined or first found."""
-    for word, (kind, line, count) in record.identifiers.items():
-        seen = words.setdefault(word, [0, 0, index, line, 0])
-        seen[0] += count
-        seen[1] += 1
-        if kind == DEFINED and not seen[4]:
-            seen[2:] = [index, line, 1]
-
-
 def _write_links(target: Path, files: list[_File]) -> None:
     """Add to each page who imports the file, what it depends on, and which tests mention it."""
     modules = {file.module: file.path for file in files if file.module}
@@ -168,30 +164,22 @@ def _write_links(target: Path, files: list[_File]) -> None:
         for written, module, names in file.imports:
             top = module.partition(".")[0]
             own = module in modules or written.startswith(".") or top in tops
-            kind = "Own" if own else "Standard library" if top in _STANDARD else "Third party"
+            is_standard = top in sys.stdlib_module_names
+            kind = "Own" if own else "Standard library" if is_standard else "Third party"
             path = modules.get(module)
             kinds[kind].add(_link(written, f"{path}.md", here) if path else _plain(written))
             dotted = written if written.endswith(".") else f"{written}."
             for name in names:
                 path = modules.get(f"{module}.{name}")
                 kinds[kind] |= {_link(f"{dotted}{name}", f"{path}.md", here)} if path else set()
-        users = sorted(importers[file.path])
-        parts = _listing("Imported by", (_link(user, f"{user}.md", here) for user in users))
-        parts += ["## Dependencies\n"]
+        users = {user: _link(user, f"{user}.md", here) for user in sorted(importers[file.path])}
+        parts = [*_listing("Imported by", users.values()), "## Dependencies\n"]
         for kind, found in kinds.items():
             parts += _listing(kind, sorted(found))
-        tests = [_link(user, f"{user}.md", here) for user in users if _is_test(user)]
+        tests = (link for user, link in users.items() if _TEST.search(f"/{user}"))
         parts += ["## Tests\n", *_listing("Tests that mention it", tests)]
         page = (target / here).read_text(encoding="utf-8", errors="surrogateescape")
         _write(target / here, page.replace(LINKS, "\n".join(parts), 1))
-
-
-_STANDARD = sys.stdlib_module_names
-
-
-def _is_test(path: str) -> bool:
-    name = posixpath.basename(path)
-    return name.startswith("test_") or name.endswith("_test.py") or "/tests/" in f"/{path}"
 
 
 def _write_folders(target: Path, files: list[_File], skipped: list[tuple[str, str]]) -> None:
@@ -227,7 +215,7 @@ def _write_folders(target: Path, files: list[_File], skipped: list[tuple[str, st
 def _write_letters(target: Path, files: list[_File], words: dict[str, list[int]]) -> None:
     """The A to Z of the whole tree, one page per letter, and a page that searches definitions."""
     letters: dict[str, list[str]] = defaultdict(list)
-    for word in sorted(words, key=lambda word: (word.lower(), word)):
+    for word in sorted(words, key=_order):
         count, num_files, index, line, defined = words[word]
         letter = _letter_of(word)
         where = _link(word, f"{files[index].path}.md", f"A-Z/{letter}.md", line)
@@ -285,6 +273,14 @@ def _letter_of(word: str) -> str:
 def _documentation_page(record: Record, text: str) -> str:
     """What a file is: metadata, overview, definitions, structure, dependencies, tests, source."""
     here = f"{record.path}.md"
+    counted = {
+        ("class", "classes"): len(record.classes),
+        ("function", "functions"): len(record.functions),
+        ("heading", "headings"): len(record.headings),
+        ("imported module", "imported modules"): len({one[0] for one in record.imports}),
+    }
+    overview = ", ".join(f"{n} {words[n != 1]}" for words, n in counted.items() if n)
+    sentences = f"{_plain(record.summary)} {overview or 'no definitions'}.".lstrip()
     parts = [
         f"# {_plain(record.path)}\n\n## File\n",
         f"- path: {_plain(record.path)}",
@@ -293,7 +289,7 @@ def _documentation_page(record: Record, text: str) -> str:
         f"- summary: {_plain(record.summary) or '(none)'}",
         f"- keywords: {_link('keyword page', f'{record.path}.keywords.md', here)}",
         f"- record: {_link('JSON', f'{record.path}.json', here)}\n",
-        f"## Overview\n\n{_overview(record)}\n",
+        f"## Overview\n\n{sentences}\n",
         *_definitions("Headings", record.headings),
         *_definitions("Classes", record.classes),
         *_definitions("Functions", record.functions),
@@ -306,17 +302,6 @@ def _documentation_page(record: Record, text: str) -> str:
     ]  # fmt: skip
     lines = enumerate(lines_of(html.escape(text, quote=False)), 1)
     return "\n".join([*parts, *(f'<a id="L{at}"></a>{line}' for at, line in lines), "</pre>\n"])
-
-
-def _overview(record: Record) -> str:
-    counted = {
-        "class": (len(record.classes), "classes"),
-        "function": (len(record.functions), "functions"),
-        "heading": (len(record.headings), "headings"),
-        "imported module": (len({one[0] for one in record.imports}), "imported modules"),
-    }
-    parts = [f"{n} {one if n == 1 else more}" for one, (n, more) in counted.items() if n]
-    return f"{_plain(record.summary)} {', '.join(parts) or 'no definitions'}.".strip()
 
 
 def _definitions(title: str, listed: Sequence[Definition]) -> list[str]:

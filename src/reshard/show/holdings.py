@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -86,11 +87,9 @@ class Picture:
     dims: tuple[int, ...]
     """Which dims of the tensor are drawn; no other is sharded."""
     ndim: int
-    """How many dims the tensor has."""
 
     @property
     def is_merged(self) -> bool:
-        """Whether a cell stands for parts on different ranks."""
         return any(cell.num_parts > 1 for row in self.cells for cell in row)
 
     def holders(self) -> list[tuple[int, ...]]:
@@ -121,23 +120,18 @@ def picture_of(
         starts, stops = np.hstack([flat, starts]), np.hstack([flat + 1, stops])
     listed = replace(listed, starts=starts, stops=stops)
     lengths = shape if len(shape) == 2 else (1, *shape)
-    rows, columns = (_edges(listed, dim, lengths[dim], most[dim]) for dim in (0, 1))
+    rows, columns = map(_edges, starts.T, stops.T, lengths, most)
     cells = tuple(
-        tuple(_cell(listed, rows[i : i + 2], columns[j : j + 2]) for j in range(len(columns) - 1))
-        for i in range(len(rows) - 1)
+        tuple(_cell(listed, pair, across) for across in pairwise(columns))
+        for pair in pairwise(rows)
     )
-    kept_rows, cells = _without_repeats(rows, cells)
-    kept_columns, turned = _without_repeats(columns, tuple(zip(*cells, strict=True)))
-    kept = tuple(zip(*turned, strict=True))
-    return Picture(shape, kept_rows, kept_columns, kept, dims, len(whole))
-
-
-def _without_repeats(
-    edges: Ints, lines: tuple[tuple[Cell, ...], ...]
-) -> tuple[tuple[int, ...], tuple[tuple[Cell, ...], ...]]:
-    """Join rows, or columns, that look like the one before."""
-    kept = [i for i in range(len(lines)) if i == 0 or lines[i] != lines[i - 1]]
-    return (*(int(edges[i]) for i in kept), int(edges[-1])), tuple(lines[i] for i in kept)
+    # Rows, and then columns, that look like the one before are joined with it.
+    kept = [i for i in range(len(cells)) if i == 0 or cells[i] != cells[i - 1]]
+    turned = tuple(zip(*(cells[i] for i in kept), strict=True))
+    shown = [j for j in range(len(turned)) if j == 0 or turned[j] != turned[j - 1]]
+    lows, lefts = (*rows[kept].tolist(), lengths[0]), (*columns[shown].tolist(), lengths[1])
+    joined = tuple(zip(*(turned[j] for j in shown), strict=True))
+    return Picture(shape, lows, lefts, joined, dims, len(whole))
 
 
 def two_dims(shape: tuple[int, ...], layouts: Sequence[Layout]) -> tuple[int, ...] | None:
@@ -176,16 +170,15 @@ def num_boxes(layout: Layout, shape: tuple[int, ...]) -> int:
     return sum(prod(len(dim.starts) for dim in grid.dims) for grid in grids)
 
 
-def _edges(listed: Listed, dim: int, length: int, most: int) -> Ints:
+def _edges(starts: Ints, stops: Ints, length: int, most: int) -> Ints:
     """Where rows or columns begin and end: at the ends of boxes, or at every k-th of them."""
-    ends = [listed.starts[:, dim], listed.stops[:, dim], np.array([0, length], dtype=np.int64)]
-    edges = np.unique(np.concatenate(ends))
+    edges = np.unique(np.concatenate([starts, stops, np.array([0, length], dtype=np.int64)]))
     step = -(-(len(edges) - 1) // most)
     return edges if step == 1 else np.unique(np.append(edges[::step], length))
 
 
-def _cell(listed: Listed, rows: Ints, columns: Ints) -> Cell:
-    low, high = np.array([rows[0], columns[0]]), np.array([rows[1], columns[1]])
+def _cell(listed: Listed, rows: tuple[int, int], columns: tuple[int, int]) -> Cell:
+    low, high = np.array([rows, columns]).T
     sides = np.minimum(listed.stops, high) - np.maximum(listed.starts, low)
     found = np.flatnonzero((sides > 0).all(axis=1))
     whole = int(sides[found].prod(axis=1).sum()) == int((high - low).prod())
@@ -214,7 +207,6 @@ class Holdings:
     num_different: int
     """How many different things ranks hold."""
     num_ranks: int
-    """Ranks that hold anything."""
     idle: tuple[int, ...] = ()
     """Ranks of the mesh that hold nothing."""
 
@@ -227,29 +219,23 @@ def holdings(layout: Layout, shape: Sequence[int], most: int = 16) -> Holdings:
     is_whole = isinstance(layout, BoxLayout) or not layout.words.without
     whole = layout if is_whole else Layout(layout.mesh, replace(layout.words, without=()))
     grids = grids_of(whole, shape)
+    keys: dict[int, tuple[object, ...]]
     if grids is None:
-        found: dict[object, list[int]] = {}
-        for rank in layout.ranks:
-            found.setdefault(tuple(p.box for p in layout.pieces(rank, shape)), []).append(rank)
-        groups = [tuple(sorted(ranks)) for boxes, ranks in found.items() if boxes]
+        keys = {rank: tuple(p.box for p in layout.pieces(rank, shape)) for rank in layout.ranks}
     else:
-        groups = _grid_groups(layout, grids)
+        regions = np.stack([grid.region_at for grid in grids], axis=1).tolist()
+        held = zip(grids[0].ranks.tolist(), map(tuple, regions), strict=True)
+        lost = set(layout.words.without)
+        keys = {rank: row for rank, row in held if rank not in lost and max(row) >= 0}
+    found: dict[object, list[int]] = {}
+    for rank, key in keys.items():
+        found.setdefault(key, []).append(rank)
+    groups = [tuple(sorted(ranks)) for key, ranks in found.items() if key]
     kept = [group for group in groups if prod(layout.local_shape(group[0], shape))]
     rows = tuple(_holding(layout, shape, grids, group) for group in kept[:most])
     holders = {rank for group in kept for rank in group}
     idle = tuple(rank for rank in layout.ranks if rank not in holders)
     return Holdings(rows, len(kept), len(holders), idle)
-
-
-def _grid_groups(layout: Layout, grids: Sequence[Grid]) -> list[tuple[int, ...]]:
-    regions = np.stack([grid.region_at for grid in grids], axis=1)
-    ranks = grids[0].ranks
-    lost = np.array(layout.words.without, dtype=np.int64)
-    held = np.flatnonzero((regions >= 0).any(axis=1) & ~np.isin(ranks, lost))
-    _, first, inverse = np.unique(regions[held], axis=0, return_index=True, return_inverse=True)
-    order = np.argsort(inverse.reshape(-1), kind="stable")
-    groups = np.split(ranks[held][order], np.cumsum(np.bincount(inverse.reshape(-1)))[:-1])
-    return [tuple(sorted(map(int, groups[i]))) for i in np.argsort(first)] if len(held) else []
 
 
 def _holding(

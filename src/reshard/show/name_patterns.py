@@ -37,17 +37,16 @@ Parts = tuple[frozenset[str], ...]
 def name_patterns(names: Iterable[str]) -> list[str]:
     """Patterns that together stand for exactly these names, in the order of their first names."""
     order = {name: at for at, name in enumerate(names)}
-    plain = [name for name in order if _is_plain(name)]
-    items = {tuple(frozenset((part,)) for part in name.split(".")): order[name] for name in plain}
-    merged = _merge(items)
-    found = [(at, ".".join(map(_braces, parts))) for parts, at in merged.items()]
-    found += [(at, name) for name, at in order.items() if not _is_plain(name)]
+    # A name with braces would itself read as a pattern.
+    odd = {name for name in order if name.count(".") >= MAX_PARTS or _SPECIAL.search(name)}
+    items = {
+        tuple(frozenset((part,)) for part in name.split(".")): at
+        for name, at in order.items()
+        if name not in odd
+    }
+    found = [(at, ".".join(map(_braces, parts))) for parts, at in _merge(items).items()]
+    found += [(order[name], name) for name in odd]
     return [text for _, text in sorted(found)]
-
-
-def _is_plain(name: str) -> bool:
-    """Whether a name may become a part of a pattern; one with braces would itself read as one."""
-    return name.count(".") < MAX_PARTS and not _SPECIAL.search(name)
 
 
 def named(names: Sequence[str], most: int = 4, width: int | None = None) -> str:
@@ -93,29 +92,26 @@ def _merge(items: dict[Parts, int]) -> dict[Parts, int]:
     words = [len({parts[at] for parts in items if at < len(parts)}) for at in range(width)]
     # The part with the most words first: thousands of experts become one name at once.
     order = sorted(range(width), key=lambda at: -words[at])
-    before = -1
-    while before != len(items):
-        before = len(items)
+    before: dict[Parts, int] = {}
+    while len(before) != len(items):
+        before = items
         for part in order:
             items = _merge_at(items, part)
     return items
 
 
 def _merge_at(items: dict[Parts, int], part: int) -> dict[Parts, int]:
-    groups: dict[tuple[Parts, Parts], list[tuple[frozenset[str], int]]] = {}
+    groups: dict[tuple[Parts, Parts, bool], list[tuple[frozenset[str], int]]] = {}
     found: dict[Parts, int] = {}
     for parts, at in items.items():
-        if part < len(parts):
-            key = parts[:part], parts[part + 1 :]
+        if part < len(parts):  # numbers and words do not share braces
+            key = parts[:part], parts[part + 1 :], _are_numbers(parts[part])
             groups.setdefault(key, []).append((parts[part], at))
         else:
             found[parts] = at
-    for (head, tail), members in groups.items():
-        for kind in (True, False):  # numbers and words do not share braces
-            some = [(one, at) for one, at in members if _are_numbers(one) == kind]
-            if some:
-                words = frozenset().union(*(one for one, _ in some))
-                found[(*head, words, *tail)] = min(at for _, at in some)
+    for (head, tail, _), members in groups.items():
+        words = frozenset().union(*(one for one, _ in members))
+        found[(*head, words, *tail)] = min(at for _, at in members)
     return found
 
 

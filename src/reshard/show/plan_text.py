@@ -43,7 +43,6 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_ROWS = 24
-"""Stacks that the text lists, the largest first."""
 MAX_NAME = 64
 MAX_LAYOUT = 36
 IMBALANCE = 1.2
@@ -63,22 +62,18 @@ class StackRow:
 
     @property
     def name(self) -> str:
-        """The tensors as patterns of names; with the source's where these differ."""
         return named_pairs(self.stack.names, MAX_NAME)
 
     @property
     def shape(self) -> str:
-        """The shape, or both where a tensor is joined, cropped or padded."""
         return _change(*(format_shape(side.shape) for side in (self.stack.have, self.stack.want)))
 
     @property
     def dtype(self) -> str:
-        """The dtype, or both where it is cast."""
         return _change(self.stack.have.dtype, self.stack.want.dtype)
 
     @property
     def rounds(self) -> str:
-        """The rounds in which the stack moves."""
         if self.last_round > self.first_round:
             return f"{self.first_round}-{self.last_round}"
         return str(self.first_round)
@@ -87,12 +82,9 @@ class StackRow:
 def describe(plan: Plan) -> str:
     """The table that ``str(plan)`` prints."""
     rows = stack_rows(plan)
-    parts = [headline(plan, rows)]
-    if rows:
-        parts.append("\n".join(_table(plan, rows)))
-    parts.append("\n".join(align(figures(plan))))
-    parts.append("\n".join(["why", *(f"  {sentence}" for sentence in reasons(plan))]))
-    return "\n\n".join(parts)
+    why = ["why", *(f"  {sentence}" for sentence in reasons(plan))]
+    parts = [[headline(plan, rows)], [*_table(plan, rows)], align(figures(plan)), why]
+    return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
 def headline(plan: Plan, rows: Sequence[StackRow]) -> str:
@@ -109,7 +101,6 @@ def headline(plan: Plan, rows: Sequence[StackRow]) -> str:
 
 
 def stack_rows(plan: Plan) -> list[StackRow]:
-    """All lines of the table, in the order in which the stacks move."""
     wire: dict[Stack, int] = {}
     span: dict[Stack, tuple[int, int]] = {}
     for flow, slot in zip(plan.flows, plan.schedule.slots, strict=True):
@@ -117,14 +108,13 @@ def stack_rows(plan: Plan) -> list[StackRow]:
         low, high = span.get(flow.stack, (slot.first, slot.first))
         last = slot.first + max(slot.num_rounds, 1) - 1
         span[flow.stack] = min(low, slot.first), max(high, last)
-    return [StackRow(stack, _num_bytes(stack), wire[stack], *span[stack]) for stack in plan.stacks]
-
-
-def _num_bytes(stack: Stack) -> int:
-    """What a stack fills: all of its tensors, or the parts that a join or a crop gives them."""
-    lengths = [sum(length for _, _, length in runs) for runs in stack.feed.moves]
-    size = prod(lengths if stack.feed.moves else stack.want.shape)
-    return size * itemsize(stack.want.dtype) * len(stack.names)
+    rows = []
+    for stack in plan.stacks:
+        # A join or a crop fills parts of its tensors.
+        lengths = [sum(length for _, _, length in runs) for runs in stack.feed.moves]
+        size = prod(lengths or stack.want.shape) * itemsize(stack.want.dtype)
+        rows.append(StackRow(stack, size * len(stack.names), wire[stack], *span[stack]))
+    return rows
 
 
 def figures(plan: Plan) -> list[tuple[str, str]]:
@@ -181,6 +171,8 @@ def _against_least(num_bytes: int, least: int | None) -> str:
 
 def _table(plan: Plan, rows: Sequence[StackRow]) -> Iterator[str]:
     """The largest stacks in the order in which they move, and how many are left out."""
+    if not rows:
+        return
     with_mesh, with_dtype = len(_meshes(plan)) > 1, len({row.dtype for row in rows}) > 1
     largest = set(sorted(range(len(rows)), key=lambda i: -rows[i].num_bytes)[:MAX_ROWS])
     cells: list[tuple[str, ...]]
@@ -213,16 +205,16 @@ def _change(before: str, after: str) -> str:
 
 def reasons(plan: Plan) -> list[str]:
     """Sentences that explain the figures of a plan, the most important first."""
+    names = sorted({fill.name for fill in plan.fills})
+    zeros = [f"The padding of {named(names)} has no source and becomes zeros."] if names else []
     return [
         *_bytes(plan),
         *_sums(plan),
-        *_fan_out(plan),
         *_senders(plan),
-        *_casts(plan),
-        *_lost(plan),
+        *_changes(plan),
         *_rounds(plan),
         *_hosts(plan),
-        *_zeros(plan),
+        *zeros,
     ]
 
 
@@ -258,9 +250,10 @@ def _sums(plan: Plan) -> Iterator[str]:
         )
 
 
-def _fan_out(plan: Plan) -> Iterator[str]:
-    first = int(plan.traffic.first_hand.sum())
-    passed = plan.summary().wire_bytes - first
+def _senders(plan: Plan) -> Iterator[str]:
+    """Destinations pass on what several of them want; some sources send more than others."""
+    figures, first = plan.summary(), int(plan.traffic.first_hand.sum())
+    passed = figures.wire_bytes - first
     if passed:
         takers = f"{(first + passed) / first:.3g} takers on average"
         if passed < first / 20:
@@ -272,10 +265,6 @@ def _fan_out(plan: Plan) -> Iterator[str]:
             f"A byte has {takers}, and they share the receiving: sources send "
             f"{format_bytes(first)}, the other {format_bytes(passed)} {where}."
         )
-
-
-def _senders(plan: Plan) -> Iterator[str]:
-    figures = plan.summary()
     if figures.busiest_sender_bytes > 1.1 * figures.mean_sender_bytes:
         rank = plan.ranks[int(plan.traffic.first_hand.argmax())]
         yield (
@@ -285,15 +274,13 @@ def _senders(plan: Plan) -> Iterator[str]:
         )
 
 
-def _casts(plan: Plan) -> Iterator[str]:
+def _changes(plan: Plan) -> Iterator[str]:
+    """Tensors are cast, and lost ranks are replaced."""
     pairs = {(stack.have.dtype, stack.want.dtype, stack.wire_dtype) for stack in plan.stacks}
     for have, want, wire in sorted(pairs):
         if have != want:
             side = "before it travels" if wire == want else "after it arrived"
             yield f"{have} becomes {want} {side}, where that moves fewer bytes."
-
-
-def _lost(plan: Plan) -> Iterator[str]:
     lost = sorted({rank for stack in plan.stacks for rank in stack.have.layout.words.without})
     if lost:
         yield f"Lost ranks: {format_ranks(lost)}; those that hold the same boxes send instead."
@@ -330,9 +317,3 @@ def _hosts(plan: Plan) -> Iterator[str]:
         f"{format_bytes(figures.between_hosts_bytes)} goes between hosts{enters}. "
         f"The bottleneck is {figures.bottleneck}."
     )
-
-
-def _zeros(plan: Plan) -> Iterator[str]:
-    names = sorted({fill.name for fill in plan.fills})
-    if names:
-        yield f"The padding of {named(names)} has no source and becomes zeros."

@@ -53,14 +53,12 @@ class Bar:
         self._timer.start()
 
     def advance(self, num_bytes: int) -> None:
-        """One more round is done, of so many bytes."""
         with self._lock:
             self._bytes += num_bytes
             self._rounds += 1
             self._refresh()
 
     def close(self) -> None:
-        """Take the bar away."""
         self._timer.cancel()
         with self._lock:
             self._closed = True

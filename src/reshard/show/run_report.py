@@ -30,7 +30,6 @@ from reshard.text import align, format_bytes
 __all__ = ["RoundReport", "RunReport", "format_seconds"]
 
 MAX_LINES = 8
-"""Rounds that are printed; if there are more, the slowest are."""
 
 SCHEMA = "reshard.run/2"
 EXPECTED = f'expected JSON with the schema "{SCHEMA}", as RunReport.save writes it'
@@ -101,7 +100,6 @@ class RunReport:
     """What makes a time of that clock a time of day, which other hosts have as well."""
 
     def begin_round(self, number: int, started: float) -> RoundReport:
-        """The report of a round that begins."""
         part = RoundReport(number, started=started)
         self.rounds.append(part)
         return part
@@ -148,7 +146,6 @@ class RunReport:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data."""
         rounds = [asdict(part) for part in self.rounds]
         for part in rounds:
             del part["events"], part["started"]
@@ -224,7 +221,6 @@ class RunReport:
         path.write_text(self.to_trace() if path.suffix == ".trace" else self.to_json(indent=1))
 
     def _repr_html_(self) -> str:
-        """The report as a cell of a notebook."""
         return str(import_module("reshard.show.page.notebook").run_cell(self))
 
     def __str__(self) -> str:
@@ -246,12 +242,21 @@ class RunReport:
         if not self.rounds:
             return f"rank {self.rank} has no part in this move"
         call = f", call {self.call}" if self.call >= 0 else ""
-        kinds = {"sent": self.bytes_sent, "received": self.bytes_received}
-        kinds["kept"] = self.bytes_copied
-        moved = ", ".join(f"{format_bytes(amount)} {what}" for what, amount in kinds.items())
-        speed = f"{self.bytes_per_second / 1e9:.2f} GB/s"
-        head = f"rank {self.rank}{call}: {moved}, in {format_seconds(self.seconds)} ({speed})"
-        return "\n".join([head, "", *self._table(), "", *self._figures(), LEGEND])
+        sent, received, kept = map(
+            format_bytes, (self.bytes_sent, self.bytes_received, self.bytes_copied)
+        )
+        head = (
+            f"rank {self.rank}{call}: {sent} sent, {received} received, {kept} kept, in "
+            f"{format_seconds(self.seconds)} ({self.bytes_per_second / 1e9:.2f} GB/s)"
+        )
+        rows = [
+            (name, f"to and from rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)}")
+            for name, ranks in self.peers().items()
+        ]
+        setup, handshake = map(format_seconds, (self.setup, self.handshake))
+        rows.append(("setup", f"{setup}, handshake {handshake}"))
+        rows.append(("staging", f"{format_bytes(self.peak_staging)} at most, beyond the tensors"))
+        return "\n".join([head, "", *self._table(), "", *align(rows), LEGEND])
 
     def _table(self) -> list[str]:
         shown = self.rounds
@@ -270,16 +275,6 @@ class RunReport:
         if left:
             lines.insert(-1, f"and {left} faster round{'s' if left > 1 else ''}")
         return lines
-
-    def _figures(self) -> list[str]:
-        rows = [
-            (name, f"to and from rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}")
-            for name, ranks in self.peers().items()
-        ]
-        setup, handshake = map(format_seconds, (self.setup, self.handshake))
-        rows.append(("setup", f"{setup}, handshake {handshake}"))
-        rows.append(("staging", f"{format_bytes(self.peak_staging)} at most, beyond the tensors"))
-        return align(rows)
 
 
 def _read(data: Any) -> RunReport:
@@ -309,14 +304,11 @@ def _number(value: Any) -> Any:
 def _cells(label: str, part: RoundReport) -> tuple[str, ...]:
     """One line of the table: a round, or the sum of all."""
     return (
-        label,
-        format_bytes(part.bytes_sent),
-        f"{part.messages_sent:,}",
-        format_bytes(part.bytes_received),
-        f"{part.messages_received:,}",
+        label, format_bytes(part.bytes_sent), f"{part.messages_sent:,}",
+        format_bytes(part.bytes_received), f"{part.messages_received:,}",
         format_bytes(part.bytes_copied),
         *map(format_seconds, (part.packing, part.waiting, part.unpacking, part.seconds)),
-    )
+    )  # fmt: skip
 
 
 def format_seconds(seconds: float) -> str:
@@ -344,18 +336,15 @@ def _timeline(reports: Sequence[RunReport]) -> list[dict[str, Any]]:
     slices = [event for report in shown for event in _slices_of(report, origin)]
     # Of slices that start together the longer is the outer one.
     slices.sort(key=lambda event: (event["ts"], -event["dur"]))
-    about = []
+    about: list[tuple[str, int, int, dict[str, object]]] = []
     for rank in sorted({report.rank for report in shown}):
-        about.append(_about("process_name", rank, 0, name=f"rank {rank}"))
-        about.append(_about("process_sort_index", rank, 0, sort_index=rank))
+        about.append(("process_name", rank, 0, {"name": f"rank {rank}"}))
+        about.append(("process_sort_index", rank, 0, {"sort_index": rank}))
     for rank, call in sorted({(report.rank, report.call) for report in shown}):
         name = f"call {call}" if call >= 0 else "alone"
-        about.append(_about("thread_name", rank, call + 1, name=name))
-    return [*about, *slices]
-
-
-def _about(kind: str, rank: int, track: int, **what: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": rank, "tid": track, "args": what}
+        about.append(("thread_name", rank, call + 1, {"name": name}))
+    keys = ("name", "pid", "tid", "args")
+    return [*({"ph": "M", **dict(zip(keys, one, strict=True))} for one in about), *slices]
 
 
 def _slices_of(report: RunReport, origin: int) -> Iterator[dict[str, Any]]:
@@ -367,9 +356,8 @@ def _slices_of(report: RunReport, origin: int) -> Iterator[dict[str, Any]]:
         return {"ph": "X", "name": name, "cat": "reshard", **times, **where, "args": details}
 
     began, ready = report.started, report.started + report.setup
-    yield piece(
-        "move", began, began + report.seconds, plan=report.digest, staged=report.peak_staging
-    )
+    about = {"plan": report.digest, "staged": report.peak_staging}
+    yield piece("move", began, began + report.seconds, **about)
     if report.rounds:
         yield piece("setup", began, ready)
         yield piece("handshake", ready, ready + report.handshake)

@@ -25,7 +25,7 @@ import colorsys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import TextIO, TypeAlias
 
 from reshard.layout.layout import BoxLayout, Layout
@@ -39,7 +39,6 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_ROWS = 16
-"""Rows of a picture and of a table."""
 MAX_PIECES = 64
 MAX_WIDTH = 76
 CELL_WIDTH = 7
@@ -61,7 +60,6 @@ class Span:
 
     text: str
     background: str | None = None
-    """A colour such as ``#ffcc00``, or None."""
     bold: bool = False
 
 
@@ -78,8 +76,8 @@ def draw(
     lines: list[Line] = [[Span(_headline(layout, shape, found), bold=True)], []]
     if picture is not None:
         lines += [*frame(picture, width, unicode=unicode, tall=True), []]
-        if picture.is_merged:
-            lines += [[Span("a..b: parts on ranks a to b, too small to draw one by one")], []]
+    if picture is not None and picture.is_merged:
+        lines += [[Span("a..b: parts on ranks a to b, too small to draw one by one")], []]
     return lines + [[Span(line)] for line in table(found, width)]
 
 
@@ -162,7 +160,8 @@ def frame(picture: Picture, width: int, *, unicode: bool = False, tall: bool = F
     widths = _shares(picture.columns, room, CELL_WIDTH)
     lines = min(MAX_LINES, 4 * len(picture.cells)) if tall and not is_flat else 1
     heights = _shares(picture.rows, lines, 1)
-    return list(_Frame(picture, widths, heights, gutter, unicode).lines())
+    cells = {(i, j): cell for i, row in enumerate(picture.cells) for j, cell in enumerate(row)}
+    return list(_Frame(picture, cells, widths, heights, gutter, unicode).lines())
 
 
 def _shares(edges: Sequence[int], total: int, least: int) -> list[int]:
@@ -181,6 +180,7 @@ def _shares(edges: Sequence[int], total: int, least: int) -> list[int]:
 @dataclass(frozen=True)
 class _Frame:
     picture: Picture
+    cells: Mapping[tuple[int, int], Cell]
     widths: Sequence[int]
     heights: Sequence[int]
     gutter: int
@@ -188,28 +188,24 @@ class _Frame:
 
     def lines(self) -> Iterator[Line]:
         """The indices of the columns, then borders and rows in turn."""
-        yield [Span(self._header())]
-        for row in range(len(self.heights)):
+        header, at = "", self.gutter
+        for edge, width in zip(self.picture.columns, (*self.widths, 0), strict=True):
+            if len(header) < at or not header:
+                header = header.ljust(at) + str(edge)
+            at += width + 1
+        yield [Span(header)]
+        for row, height in enumerate(self.heights):
             yield self._border(row)
-            for line in range(self.heights[row]):
-                yield self._row(row, line == (self.heights[row] - 1) // 2)
+            for line in range(height):
+                yield self._row(row, line == (height - 1) // 2)
         yield self._border(len(self.heights))
 
-    def _header(self) -> str:
-        text, at = "", self.gutter
-        for edge, width in zip(self.picture.columns, (*self.widths, 0), strict=True):
-            if len(text) < at or not text:
-                text = text.ljust(at) + str(edge)
-            at += width + 1
-        return text
-
     def _row(self, row: int, with_labels: bool) -> Line:
-        spans = [Span(" " * self.gutter)]
+        spans, shown = [Span(" " * self.gutter)], self._labels if with_labels else {}
         for column, width in enumerate(self.widths):
-            text = self._labels.get((row, column)) if with_labels else None
-            label = text.text(width) if text else ""
-            spans.append(self._wall(row, column))
-            spans.append(Span(label[:width].center(width), self._colour(row, column)))
+            label = self._labels[row, column].text(width) if (row, column) in shown else ""
+            text = Span(label[:width].center(width), self._colour(row, column))
+            spans += [self._wall(row, column), text]
         return [*spans, self._wall(row, len(self.widths))]
 
     def _wall(self, row: int, column: int) -> Span:
@@ -221,39 +217,30 @@ class _Frame:
         index = "" if len(self.picture.shape) == 1 else str(self.picture.rows[row])
         spans = [Span(index.rjust(self.gutter - 1) + " ")]
         for column, width in enumerate(self.widths):
-            spans.append(Span(self._corner(row, column)))
-            if self._has_floor(row, column):
-                spans.append(Span(("\u2500" if self.unicode else "-") * width))
-            else:
-                spans.append(Span(" " * width, self._colour(row, column)))
+            floor = Span(("\u2500" if self.unicode else "-") * width)
+            if not self._has_floor(row, column):
+                floor = Span(" " * width, self._colour(row, column))
+            spans += [Span(self._corner(row, column)), floor]
         return [*spans, Span(self._corner(row, len(self.widths)))]
 
     def _corner(self, row: int, column: int) -> str:
-        sides = (
-            ("l", self._has_floor(row, column - 1)),
-            ("r", self._has_floor(row, column)),
-            ("u", self._has_wall(row - 1, column)),
-            ("d", self._has_wall(row, column)),
-        )
-        found = "".join(side for side, there in sides if there)
+        across = self._has_floor(row, column - 1), self._has_floor(row, column)
+        down = self._has_wall(row - 1, column), self._has_wall(row, column)
+        found = "".join(compress("lrud", (*across, *down)))
         if self.unicode:
             return _CORNERS[found]
         return {"": " ", "ud": "|", "lr": "-"}.get(found, "+")
 
     def _has_wall(self, row: int, column: int) -> bool:
         """Whether there is a line on the left of a cell."""
-        return self._at(row, column - 1) != self._at(row, column)
+        return self.cells.get((row, column - 1)) != self.cells.get((row, column))
 
     def _has_floor(self, row: int, column: int) -> bool:
         """Whether there is a line above a cell."""
-        return self._at(row - 1, column) != self._at(row, column)
-
-    def _at(self, row: int, column: int) -> Cell | None:
-        inside = 0 <= row < len(self.heights) and 0 <= column < len(self.widths)
-        return self.picture.cells[row][column] if inside else None
+        return self.cells.get((row - 1, column)) != self.cells.get((row, column))
 
     def _colour(self, row: int, column: int) -> str | None:
-        return self._hues.get(self.picture.cells[row][column].ranks)
+        return self._hues.get(self.cells[row, column].ranks)
 
     @cached_property
     def _hues(self) -> Mapping[tuple[int, ...], str]:
@@ -262,24 +249,23 @@ class _Frame:
     @cached_property
     def _labels(self) -> dict[tuple[int, int], Cell]:
         """The cell of each region of equal neighbours that bears its label: its widest one."""
-        left = {(i, j) for i, row in enumerate(self.picture.cells) for j in range(len(row))}
-        labels = {}
+        left, labels = set(self.cells), {}
         while left:
-            cell, region, pending = self._at(*min(left)), {min(left)}, [min(left)]
+            first = min(left)
+            region, pending = {first}, [first]
             while pending:
                 i, j = pending.pop()
                 near = {(i - 1, j), (i + 1, j), (i, j - 1), (i, j + 1)} & left - region
-                alike = {place for place in near if self._at(*place) == cell}
+                alike = {place for place in near if self.cells[place] == self.cells[first]}
                 region |= alike
                 pending += alike
             left -= region
-            i, j = max(sorted(region), key=lambda at: self.widths[at[1]] * self.heights[at[0]])
-            labels[i, j] = self.picture.cells[i][j]
+            widest = max(sorted(region), key=lambda at: self.widths[at[1]] * self.heights[at[0]])
+            labels[widest] = self.cells[widest]
         return labels
 
 
 def plain(lines: Iterable[Line]) -> str:
-    """The characters alone."""
     return "\n".join("".join(span.text for span in line).rstrip() for line in lines)
 
 

@@ -29,17 +29,16 @@ that lengths compare bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import chain, repeat
+from typing import Any
 
 import numpy as np
 
-from reshard.layout.columns import Ints, distinct, distinct_first, numbered
+from reshard.layout.columns import Ints, distinct, numbered
+from reshard.planning.plans import Plan
 from reshard.show.terminal import Line, Span, heat
-
-if TYPE_CHECKING:
-    from reshard.planning.plans import Plan
 
 __all__ = ["Matrix", "draw", "group", "short_bytes", "to_trace", "traffic_matrix"]
 
@@ -56,7 +55,6 @@ class Groups:
     labels: tuple[str, ...]
     numbers: Ints
     of: Ints
-    """The group of each number."""
 
     def find(self, numbers: Ints) -> Ints:
         """The groups of these numbers; of any group where a number is in none."""
@@ -75,13 +73,11 @@ def group(numbers: Ints, most: int) -> Groups:
     size = 1
     while len(distinct(numbers // size)) > most:
         size *= 2
-    _, first = distinct_first(numbers // size)
-    _, of = numbered(numbers // size)
-    if not len(numbers):
-        return Groups((), numbers, of)
-    lows, highs = numbers[first].tolist(), numbers[np.append(first[1:], len(numbers)) - 1].tolist()
-    runs = zip(lows, highs, strict=True)
-    labels = tuple(f"{low}-{high}" if high > low else str(low) for low, high in runs)
+    blocks, of = numbered(numbers // size)
+    ends = (np.searchsorted(of, range(len(blocks)), side) for side in ("left", "right"))
+    runs = zip(*ends, strict=True)
+    low_high = [(numbers[start], numbers[stop - 1]) for start, stop in runs]
+    labels = tuple(f"{low}-{high}" if high > low else str(low) for low, high in low_high)
     return Groups(labels, numbers, of)
 
 
@@ -127,32 +123,21 @@ def draw(matrix: Matrix) -> list[Line]:
     largest = int(matrix.num_bytes.max())
     rows = [*matrix.num_bytes, matrix.num_bytes.sum(axis=0)]
     texts = [[short_bytes(int(n)) for n in (*row, row.sum())] for row in rows]
-    labels = [*matrix.sources, "total"]
-    across = [*matrix.destinations, "total"]
+    labels, across = [*matrix.sources, "total"], [*matrix.destinations, "total"]
     widths = [max(map(len, column)) for column in zip(across, *texts, strict=True)]
     gutter = max(map(len, labels))
+
+    def line(label: str, texts: Sequence[str], tones: Iterable[str | None]) -> Line:
+        cells = zip(texts, widths, tones, strict=False)
+        spans = (Span(f" {text.rjust(width)} ", tone) for text, width, tone in cells)
+        return [Span(label.rjust(gutter) + " "), *spans]
+
     kinds = f"{matrix.kind} (down) to {matrix.kind} (across)"
-    lines: list[Line] = [
-        [Span(f"bytes from {kinds}")],
-        _line("", across, [None] * len(across), gutter, widths),
-    ]
+    lines = [[Span(f"bytes from {kinds}")], line("", across, repeat(None))]
     for label, row, text in zip(labels, rows, texts, strict=True):
-        tones = [heat(n / largest) if n and label != "total" else None for n in row]
-        lines.append(_line(label, text, [*tones, None], gutter, widths))
+        tones = (heat(n / largest) if n and label != "total" else None for n in row)
+        lines.append(line(label, text, chain(tones, [None])))
     return lines
-
-
-def _line(
-    label: str,
-    texts: Sequence[str],
-    tones: Sequence[str | None],
-    gutter: int,
-    widths: Sequence[int],
-) -> Line:
-    spans = [Span(label.rjust(gutter) + " ")]
-    for text, tone, width in zip(texts, tones, widths, strict=True):
-        spans.append(Span(f" {text.rjust(width)} ", tone))
-    return spans
 
 
 def short_bytes(num_bytes: int) -> str:
@@ -168,7 +153,6 @@ def short_bytes(num_bytes: int) -> str:
 
 
 def to_trace(plan: Plan) -> str:
-    """The timeline as JSON text."""
     events = list(_events(plan, group(plan.world, MAX_TRACKS)))
     scale = "predicted by the topology" if plan.topology else "1 us is 1 KiB"
     return json.dumps({"traceEvents": events, "otherData": {"digest": plan.digest, "time": scale}})
@@ -221,15 +205,12 @@ def _messages(plan: Plan, groups: Groups) -> dict[int, Messages]:
 def _grouped(sent: list[tuple[Ints, Ints, Ints]], groups: Groups) -> Messages:
     """Add up what goes from one group to another, and count the pairs of ranks."""
     source, destination, sizes = (np.concatenate(column) for column in zip(*sent, strict=True))
-    first, second = (np.searchsorted(groups.numbers, ranks) for ranks in (source, destination))
-    pairs, inverse = np.unique(first * len(groups.numbers) + second, return_inverse=True)
-    totals = np.bincount(inverse, weights=sizes)
+    pairs, inverse = np.unique([source, destination], axis=1, return_inverse=True)
+    totals = np.bincount(inverse.reshape(-1), weights=sizes)
     found: dict[tuple[int, int], tuple[int, int]] = {}
-    for pair, size in zip(pairs.tolist(), totals.tolist(), strict=True):
-        places = divmod(pair, len(groups.numbers))
-        key = int(groups.of[places[0]]), int(groups.of[places[1]])
-        total, count = found.get(key, (0, 0))
-        found[key] = total + int(size), count + 1
+    for pair, size in zip(groups.find(pairs).T.tolist(), totals.tolist(), strict=True):
+        total, count = found.get(tuple(pair), (0, 0))
+        found[tuple(pair)] = total + int(size), count + 1
     return sorted(found.items())
 
 

@@ -28,7 +28,7 @@ import json
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -46,6 +46,7 @@ from reshard.layout.spec import TensorSpec
 from reshard.live.failure.agreement import ranks_by_text
 from reshard.live.gather import gather_bytes
 from reshard.planning.plans import Plan, plan
+from reshard.tensors.kinds import this_rank
 from reshard.tensors.state_dicts import run
 from reshard.text import quoted
 
@@ -61,7 +62,6 @@ MAX_MESSAGE = 4096
 """Characters of an error message that are sent to the other ranks."""
 
 MAX_VALUES = 4
-"""How many different values an error names."""
 
 IN_CALLS = ("is in", "are in")
 ROW = "a row of bytes from each rank"
@@ -76,7 +76,6 @@ class Agreement:
     """The ranks of a process group that must agree on something, or all raise."""
 
     group: dist.ProcessGroup | None
-    """None for the default group."""
     what: str
     """What the ranks are doing, for error messages: "saving a checkpoint"."""
     timeout: float = 60.0
@@ -98,8 +97,7 @@ class Agreement:
 
     @cached_property
     def rank(self) -> int:
-        """The global rank of this process."""
-        return dist.get_rank() if dist.is_initialized() else 0
+        return this_rank()
 
     @property
     def is_first(self) -> bool:
@@ -172,7 +170,6 @@ class Agreement:
                 )
 
     def _exchange(self, data: bytes) -> dict[int, bytes]:
-        """The bytes of every rank."""
         begin = _LENGTH.size
         # Of bytes that are too long only their number is sent: all ranks raise the same error.
         frame = _LENGTH.pack(len(data)) + (data if len(data) <= MAX_BYTES else b"")
@@ -212,19 +209,21 @@ class Agreement:
 
     def _move_rows(self, frame: bytes, size: int) -> dict[int, bytes]:
         """Move one row of bytes from each rank to all of them, between hosts."""
+        ranks, known = sorted(self.ranks), _plans.setdefault(self._group, {})
+        if size not in known:
+            mesh, shape = Mesh(rank=len(ranks), ranks=ranks), (len(ranks), size)
+            layouts = Layout(mesh, "rank -"), Layout(mesh, "- -")
+            have, want = ({ROW: TensorSpec(shape, "uint8", layout)} for layout in layouts)
+            known[size] = plan(have, want)
         row = np.zeros((1, size), dtype=np.uint8)
         part = frame[:size]
         row[0, : len(part)] = np.frombuffer(part, dtype=np.uint8)
-        rows = torch.from_numpy(np.empty((len(self.ranks), size), dtype=np.uint8))
+        rows = torch.from_numpy(np.empty((len(ranks), size), dtype=np.uint8))
         run(
-            _plan_for(self._group, self.ranks, size),
-            {ROW: torch.from_numpy(row)},
-            into={ROW: rows},
-            group=self.group,
-            timeout=self.timeout,
-            progress=False,
-        )
-        return {rank: rows[at].numpy().tobytes() for at, rank in enumerate(sorted(self.ranks))}
+            known[size], {ROW: torch.from_numpy(row)}, into={ROW: rows}, group=self.group,
+            timeout=self.timeout, progress=False,
+        )  # fmt: skip
+        return {rank: rows[at].numpy().tobytes() for at, rank in enumerate(ranks)}
 
     def _decode(self, rank: int, data: bytes) -> tuple[str, Any]:
         try:
@@ -241,9 +240,11 @@ class Agreement:
         if not is_same or len(failures) < len(self.ranks):
             text = f"on rank {rank}: {text}"
         base: type[ReshardError] = getattr(errors, kind) if kind in errors.__all__ else self.error
-        names = {one.__name__: one for one in BUILTINS}
-        found: ReshardError = _with_builtin(base, names.get(builtin))(text)
-        return found
+        other = next((one for one in BUILTINS if one.__name__ == builtin), None)
+        if other is not None and not issubclass(base, other):
+            with suppress(TypeError):  # the two cannot be combined
+                base = type(base.__name__, (base, other), {"__str__": Exception.__str__})
+        return base(text)
 
 
 def describe_values(values: Mapping[int, Any], verbs: tuple[str, str] = ("has", "have")) -> str:
@@ -273,26 +274,5 @@ def _describe(error: BaseException) -> list[str]:
     return [next(known, "") if is_ours else "", builtin, text]
 
 
-def _with_builtin(base: type[ReshardError], builtin: type[Exception] | None) -> type[ReshardError]:
-    """A class of errors that is also a builtin one."""
-    if builtin is None or issubclass(base, builtin):
-        return base
-    try:
-        return type(base.__name__, (base, builtin), {"__str__": Exception.__str__})
-    except TypeError:  # the two cannot be combined
-        return base
-
-
 _plans: WeakKeyDictionary[dist.ProcessGroup, dict[int, Plan]] = WeakKeyDictionary()
-"""The plans of each group, by size: a power of two. They go with the group."""
-
-
-def _plan_for(group: dist.ProcessGroup, ranks: tuple[int, ...], size: int) -> Plan:
-    """The plan that gathers rows of this size on all ranks."""
-    known = _plans.setdefault(group, {})
-    if size not in known:
-        mesh = Mesh(rank=len(ranks), ranks=sorted(ranks))
-        shape = (len(ranks), size)
-        have, want = (TensorSpec(shape, "uint8", Layout(mesh, one)) for one in ("rank -", "- -"))
-        known[size] = plan({ROW: have}, {ROW: want})
-    return known[size]
+"""The plans that gather rows on all ranks of a group, by size: a power of two. They go with it."""

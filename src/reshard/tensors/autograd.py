@@ -6,7 +6,7 @@ without a result an empty one, so that autograd calls the backward on each of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -19,13 +19,13 @@ from reshard.dtypes import accumulator
 from reshard.errors import LiveError
 from reshard.layout.box import Box
 from reshard.layout.boxlist import LocalPieces
-from reshard.layout.layout import BoxLayout, Layout
+from reshard.layout.layout import BoxLayout
 from reshard.live import api
 from reshard.planning.adjoint import SumMove
 from reshard.planning.plans import ONE, Plan
 from reshard.tensors.kinds import materialize
 
-__all__ = ["Backward", "attach", "gradient_options"]
+__all__ = ["Backward", "attach", "depend_on", "gradient_options"]
 
 
 def gradient_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -85,10 +85,9 @@ class Backward:
         kind: torch.dtype = getattr(torch, move.cast or move.dtype)
         result = torch.zeros(shape, dtype=kind, device=device)
         if sums is not None:
-            flat, at, views = sums.reshape(-1), 0, _BoxViews(move.want, move.shape, rank)
-            for box in spread.wanting[rank]:
-                views.view(result, box).copy_(flat[at : at + box.size].view(box.shape))
-                at += box.size
+            pieces = LocalPieces(move.want.pieces(rank, move.shape), len(move.shape))
+            for box, part in _by_box(sums.reshape(-1), spread.wanting[rank]):
+                _view(result, pieces, box).copy_(part.view(box.shape))
         return result
 
     def _sum_boxes(self, gradient: Tensor | None, device: torch.device) -> Tensor | None:
@@ -100,78 +99,68 @@ class Backward:
         own = [boxes.get(rank, ()) for boxes in move.spread.holding]
         total, later = None, {}
         if gradient is not None and any(own):
-            views = _BoxViews(move.have, move.shape, rank)
+            pieces = LocalPieces(move.have.pieces(rank, move.shape), len(move.shape))
+            later = {n: _join(gradient, pieces, boxes) for n, boxes in enumerate(own) if boxes}
             wide: torch.dtype = getattr(torch, accumulator(move.dtype))
-            total = views.join(gradient, own[0]).to(wide) if own[0] else None
-            later = {n: views.join(gradient, boxes) for n, boxes in enumerate(own) if n and boxes}
+            total = later.pop(0).to(wide) if 0 in later else None
         gather = move.spread.gather
-        if gather is not None:
-            sources = {move.spread.name(n): part for n, part in later.items()}
-            for name, more in self._run(gather, sources, device).items():
-                layout = gather.want[name].layout
-                boxes = layout.boxes.get(rank, ()) if isinstance(layout, BoxLayout) else ()
-                if total is not None:
-                    total = _add_boxes(total, own[0], more, boxes)
-        return total
+        if gather is None:
+            return total
+        sources = {move.spread.name(n): part for n, part in later.items()}
+        arrived = self._run(gather, sources, device)
+        if total is None:
+            return None
+        flat = total.reshape(-1).clone()
+        sums = dict(_by_box(flat, own[0]))
+        for name, more in arrived.items():
+            layout = gather.want[name].layout
+            boxes = layout.boxes.get(rank, ()) if isinstance(layout, BoxLayout) else ()
+            for box, part in _by_box(more.reshape(-1), boxes):
+                sums[box] += part
+        return flat.view(total.shape)
 
 
-class _BoxViews:
-    """Views of boxes in a rank's local tensor."""
-
-    def __init__(self, layout: Layout, shape: tuple[int, ...], rank: int) -> None:
-        self.pieces = LocalPieces(layout.pieces(rank, shape), len(shape))
-
-    def view(self, tensor: Tensor, box: Box) -> Tensor:
-        """The view of a box in the local tensor, which is contiguous."""
-        found = self.pieces.find(box)
-        if found is None:
-            raise LiveError(f"box {box} is not on this rank: this is a mistake in reshard")
-        return tensor.as_strided(box.shape, found[1], tensor.storage_offset() + found[0])
-
-    def join(self, tensor: Tensor, boxes: Sequence[Box]) -> Tensor:
-        """Boxes as ``Layout.from_boxes`` has them: one as it is, several flattened and joined."""
-        tensor = tensor.contiguous()
-        views = [self.view(tensor, box) for box in boxes]
-        if len(views) == 1:
-            return views[0].contiguous()
-        return torch.cat([view.reshape(-1) for view in views]) if views else tensor.new_zeros(0)
+def _view(tensor: Tensor, pieces: LocalPieces, box: Box) -> Tensor:
+    """The view of a box in a rank's local tensor, which is contiguous."""
+    found = pieces.find(box)
+    if found is None:
+        raise LiveError(f"box {box} is not on this rank: this is a mistake in reshard")
+    return tensor.as_strided(box.shape, found[1], tensor.storage_offset() + found[0])
 
 
-def _add_boxes(
-    total: Tensor, boxes: Sequence[Box], more: Tensor, more_boxes: Sequence[Box]
-) -> Tensor:
-    """Add joined boxes to the same boxes in ``total``, which has others as well."""
-    starts, at = {}, 0
-    for box in boxes:
-        starts[box] = at
-        at += box.size
-    flat, flat_more, at = total.reshape(-1).clone(), more.reshape(-1), 0
-    for box in more_boxes:
-        flat[starts[box] : starts[box] + box.size] += flat_more[at : at + box.size]
-        at += box.size
-    return flat.view(total.shape)
+def _join(tensor: Tensor, pieces: LocalPieces, boxes: Sequence[Box]) -> Tensor:
+    """Boxes as ``Layout.from_boxes`` has them: one as it is, several flattened and joined."""
+    tensor = tensor.contiguous()
+    views = [_view(tensor, pieces, box) for box in boxes]
+    if len(views) == 1:
+        return views[0].contiguous()
+    return torch.cat([view.reshape(-1) for view in views])
+
+
+def _by_box(flat: Tensor, boxes: Sequence[Box]) -> Iterator[tuple[Box, Tensor]]:
+    """The part of each box in a tensor of joined boxes."""
+    return zip(boxes, flat.split_with_sizes([box.size for box in boxes]), strict=True)
 
 
 def attach(source: Tensor | None, leaf: Tensor | None, moved: Tensor, backward: Backward) -> Tensor:
     """The result of a move with its gradient function: from the source, or from a hidden leaf."""
     is_hidden = source is None
+    shares_memory = False
     if source is not None:
-        leaf = source
+        leaf, places = source, {one.untyped_storage().data_ptr() for one in (source, moved)}
+        shares_memory = moved.numel() > 0 and len(places) == 1
     elif leaf is None:
         leaf = torch.zeros(0, device=backward.device or "cpu", requires_grad=True)
     # In a list, so that autograd takes it for a new tensor: an argument that is returned becomes a
     # view of that argument, and in-place writes to it raise. A result that shares the source's
     # memory stays such a view.
-    result: Tensor = _attach(
-        leaf, moved if _share_memory(source, moved) else [moved], backward, is_hidden
+    like = _like(leaf)
+    attached: Tensor = depend_on(
+        leaf,
+        moved if shares_memory else [moved],
+        lambda gradient: _move_back(gradient, backward, like, is_hidden),
     )
-    return result
-
-
-def _share_memory(source: Tensor | None, moved: Tensor) -> bool:
-    if source is None or not moved.numel():
-        return False
-    return source.untyped_storage().data_ptr() == moved.untyped_storage().data_ptr()
+    return attached
 
 
 def _cast_gradient(tensor: Tensor, kind: torch.dtype) -> Tensor:
@@ -181,32 +170,24 @@ def _cast_gradient(tensor: Tensor, kind: torch.dtype) -> Tensor:
     return tensor.to(kind)
 
 
-class _Like:
-    """Shape, dtype and device that a gradient must have."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape, self.kind, self.device = tensor.shape, tensor.dtype, tensor.device
-
-    def fit(self, gradient: Tensor | None) -> Tensor:
-        """A gradient in this dtype; zeros where there is none."""
-        if gradient is None:
-            return torch.zeros(self.shape, dtype=self.kind, device=self.device)
-        return _cast_gradient(gradient, self.kind)
+def _like(tensor: Tensor) -> dict[str, Any]:
+    """What ``torch.zeros`` needs for a gradient of this tensor."""
+    return {"size": tensor.shape, "dtype": tensor.dtype, "device": tensor.device}
 
 
-class _Move(torch.autograd.Function):
-    """Makes the result of a move depend on its source."""
+class _DependOn(torch.autograd.Function):
+    """Makes a result depend on its source; ``back`` gives the gradient of the source."""
 
     @staticmethod
     def forward(
-        ctx: Any, source: Tensor, moved: Tensor | list[Tensor], backward: Backward, hidden: bool
+        ctx: Any, source: Tensor, result: Tensor | list[Tensor], back: Callable[[Any], Any]
     ) -> Tensor:
-        ctx.back, ctx.like, ctx.hidden = backward, _Like(source), hidden
-        return moved[0] if isinstance(moved, list) else moved.view_as(moved)
+        ctx.back = back
+        return result[0] if isinstance(result, list) else result.view_as(result)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _move_back(gradients[0], ctx.back, ctx.like, ctx.hidden), None, None, None
+        return ctx.back(gradients[0]), None, None
 
 
 class _MoveBack(torch.autograd.Function):
@@ -214,21 +195,22 @@ class _MoveBack(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gradient: Tensor, backward: Backward, like: _Like, hidden: bool
+        ctx: Any, gradient: Tensor, backward: Backward, like: dict[str, Any], hidden: bool
     ) -> Tensor:
-        ctx.back = replace(backward, move=backward.move.back)
-        ctx.like = _Like(gradient)
+        ctx.back, ctx.like = replace(backward, move=backward.move.back), _like(gradient)
         kind: torch.dtype = getattr(torch, backward.move.dtype)
         # A rank that got nothing has an empty gradient, a rank without a source an empty leaf.
         holds = backward.move.have.holds(dist.get_rank()) is not None
         local = materialize(_cast_gradient(gradient.detach(), kind)) if holds else None
-        result = backward.run(local, like.device)
-        return like.fit(None if hidden else result)
+        result = backward.run(local, like["device"])
+        if hidden or result is None:
+            return torch.zeros(**like)
+        return _cast_gradient(result, like["dtype"])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return _move_back(gradients[0], ctx.back, ctx.like, False), None, None, None
 
 
-_attach: Callable[..., Tensor] = _Move.apply
+depend_on: Callable[..., Any] = _DependOn.apply
 _move_back: Callable[..., Tensor] = _MoveBack.apply

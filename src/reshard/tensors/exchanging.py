@@ -20,8 +20,9 @@ mesh is the dp sub-mesh, and the ranks of the other dp sub-meshes hold replicas:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -103,33 +104,25 @@ def specs_to_text(specs: Specs) -> str:
 def specs_from_texts(texts: Mapping[int, str]) -> dict[int, dict[str, TensorSpec]]:
     """Read what ranks wrote with `specs_to_text`; any other text raises a FormatError.
 
-    Equal texts are read once, and become one object.
+    Equal texts are read once. Equal specs become one object, so that merging is quick.
     """
-    reader = _Reader()
-    read = {text: reader.read(text) for text in set(texts.values())}
+    layout_from, spec_from = cache(Layout.from_json), cache(_checked_spec)
+    read = {text: _read(text, layout_from, spec_from) for text in set(texts.values())}
     return {rank: read[text] for rank, text in texts.items()}
 
 
-class _Reader:
-    """Reads the texts of several ranks; equal specs become one object, so that merging is quick."""
+def _checked_spec(shape: tuple[int, ...], dtype: str, layout: Layout) -> TensorSpec:
+    layout.dims(shape)
+    return TensorSpec(shape, dtype, layout)
 
-    def __init__(self) -> None:
-        self._layouts: dict[str, Layout] = {}
-        self._specs: dict[tuple[tuple[int, ...], str, Layout], TensorSpec] = {}
 
-    def read(self, text: str) -> dict[str, TensorSpec]:
-        """The specs in a text, by name."""
-        if len(text) > MAX_TEXT:
-            raise FormatError(f"specs of {len(text)} characters: at most {MAX_TEXT} work")
-        try:
-            return self._read(json.loads(text))
-        except FormatError:
-            raise
-        except (ReshardError, ValueError, RecursionError) as error:
-            raise FormatError(f"the text of specs cannot be read: {error}") from None
-
-    def _read(self, data: object) -> dict[str, TensorSpec]:
-        match data:
+def _read(
+    text: str, layout_from: Callable[[str], Layout], spec_from: Callable[..., TensorSpec]
+) -> dict[str, TensorSpec]:
+    if len(text) > MAX_TEXT:
+        raise FormatError(f"specs of {len(text)} characters: at most {MAX_TEXT} work")
+    try:
+        match data := json.loads(text):
             case {
                 "schema": str(schema),
                 "layouts": list(layouts),
@@ -137,27 +130,23 @@ class _Reader:
                 "names": list(names),
                 "kind_of": list(kind_of),
             } if schema == SCHEMA:
-                known = [self._layout(json.dumps(layout)) for layout in layouts]
-                specs = [self._spec(kind, known) for kind in kinds]
+                known = [layout_from(json.dumps(layout)) for layout in layouts]
+                specs = [spec_from(*_kind(kind, known)) for kind in kinds]
                 return _read_names(names, kind_of, specs)
-        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-        raise FormatError(f'this is {quoted(found)} and not whole "{SCHEMA}"')
+    except FormatError:
+        raise
+    except (ReshardError, ValueError, RecursionError) as error:
+        raise FormatError(f"the text of specs cannot be read: {error}") from None
+    found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+    raise FormatError(f'this is {quoted(found)} and not whole "{SCHEMA}"')
 
-    def _layout(self, text: str) -> Layout:
-        if text not in self._layouts:
-            self._layouts[text] = Layout.from_json(text)
-        return self._layouts[text]
 
-    def _spec(self, data: Any, layouts: list[Layout]) -> TensorSpec:
-        match data:
-            case [list(shape), str(dtype), int(layout)] if len(shape) <= MAX_DIMS:
-                if all(map(_is_size, (*shape, layout))) and layout < len(layouts):
-                    key = (tuple(shape), dtype, layouts[layout])
-                    if key not in self._specs:
-                        layouts[layout].dims(key[0])
-                        self._specs[key] = TensorSpec(*key)
-                    return self._specs[key]
-        raise FormatError(f"a kind is [shape, dtype, layout], and found {quoted(data)}")
+def _kind(data: Any, layouts: list[Layout]) -> tuple[tuple[int, ...], str, Layout]:
+    match data:
+        case [list(shape), str(dtype), int(layout)] if len(shape) <= MAX_DIMS:
+            if all(map(_is_size, (*shape, layout))) and layout < len(layouts):
+                return tuple(shape), dtype, layouts[layout]
+    raise FormatError(f"a kind is [shape, dtype, layout], and found {quoted(data)}")
 
 
 def _is_size(value: object) -> bool:
@@ -182,10 +171,8 @@ def _read_names(
 
 
 MOST_NAMED = 4
-"""How many tensors an error names."""
 
 MOST_BOXES = 2
-"""How many boxes of a rank an error lists."""
 
 NOT_JOINED = (
     "sub-meshes with pending sums or interleaved blocks must have the same axes and words to be "
@@ -198,7 +185,6 @@ PLAIN = (
 )
 
 ByRank = Mapping[int, TensorSpec]
-"""The spec that each rank gives for one tensor."""
 
 
 def merge_specs(specs: Mapping[int, Mapping[str, TensorSpec]]) -> dict[str, TensorSpec]:
@@ -215,17 +201,26 @@ def merge_specs(specs: Mapping[int, Mapping[str, TensorSpec]]) -> dict[str, Tens
     for rank in sorted(specs):
         for name, spec in specs[rank].items():
             by_name.setdefault(name, {})[rank] = spec
-    merger = _Merger(by_name)
-    merged, differing = {}, {}
+    every = {id(spec): spec for by_rank in by_name.values() for spec in by_rank.values()}
+    layouts = {spec.layout: None for spec in every.values()}
+    meshes = tuple({one.mesh: None for one in layouts if not isinstance(one, BoxLayout)})
+    in_words = cache(partial(_in_words, meshes=meshes))
+    merged: dict[str, TensorSpec] = {}
+    differing: dict[str, _Difference] = {}
+    known: dict[tuple[int, ...], TensorSpec | _Difference] = {}
     for name, by_rank in by_name.items():
-        result = merger.merged(by_rank)
-        if isinstance(result, TensorSpec):
-            merged[name] = result
-        else:
+        # Equal specs are one object, unless there are very many.
+        key = tuple(map(id, by_rank.values()))
+        if key not in known:
+            known[key] = _merged([every[one] for one in dict.fromkeys(key)], in_words)
+        result = known[key]
+        if isinstance(result, _Difference):
             differing[name] = result
+        else:
+            merged[name] = result
     if differing:
-        names = list(differing)
-        raise DisagreementError(_message(names, by_name[names[0]], differing[names[0]]))
+        name, difference = next(iter(differing.items()))
+        raise DisagreementError(_message([*differing], by_name[name], difference))
     return merged
 
 
@@ -238,47 +233,21 @@ class _Difference:
     why: str
 
 
-class _Merger:
-    """Merges the specs of one tensor after another; equal combinations are merged once."""
-
-    def __init__(self, by_name: Mapping[str, ByRank]) -> None:
-        self._known: dict[tuple[int, ...], TensorSpec | _Difference] = {}
-        self._in_words: dict[tuple[Layout, ...], Layout | None] = {}
-        specs = {id(spec): spec for by_rank in by_name.values() for spec in by_rank.values()}
-        layouts = dict.fromkeys(spec.layout for spec in specs.values())
-        self._meshes = dict.fromkeys(
-            layout.mesh for layout in layouts if not isinstance(layout, BoxLayout)
-        )
-
-    def merged(self, by_rank: ByRank) -> TensorSpec | _Difference:
-        """The merged spec, or the difference between two ranks."""
-        first = next(iter(by_rank.values()))
-        if all(spec is first for spec in by_rank.values()):
-            return first
-        # Equal specs are one object, unless there are very many.
-        key = tuple(map(id, by_rank.values()))
-        if key not in self._known:
-            self._known[key] = self._merged([*{id(one): one for one in by_rank.values()}.values()])
-        return self._known[key]
-
-    def _merged(self, specs: Sequence[TensorSpec]) -> TensorSpec | _Difference:
-        first = specs[0]
-        for spec in specs:
-            if (spec.shape, spec.dtype) != (first.shape, first.dtype):
-                return _Difference(first, spec, "shape and dtype of a tensor must be the same")
-        layouts = _without_repeats(first, [*dict.fromkeys(spec.layout for spec in specs)])
-        if isinstance(layouts, _Difference):
-            return layouts
-        if layouts not in self._in_words:
-            self._in_words[layouts] = _in_words(layouts, self._meshes)
-        layout = self._in_words[layouts] or _in_boxes(layouts, first.shape)
-        if layout is None:
-            return _Difference(_with(first, layouts[0]), _with(first, layouts[1]), NOT_JOINED)
-        return _with(first, layout)
-
-
-def _with(spec: TensorSpec, layout: Layout) -> TensorSpec:
-    return spec if layout is spec.layout else replace(spec, layout=layout)
+def _merged(
+    specs: Sequence[TensorSpec], in_words: Callable[[tuple[Layout, ...]], Layout | None]
+) -> TensorSpec | _Difference:
+    first = specs[0]
+    for spec in specs:
+        if (spec.shape, spec.dtype) != (first.shape, first.dtype):
+            return _Difference(first, spec, "shape and dtype of a tensor must be the same")
+    layouts = _without_repeats(first, [*dict.fromkeys(spec.layout for spec in specs)])
+    if isinstance(layouts, _Difference):
+        return layouts
+    layout = in_words(layouts) or _in_boxes(layouts, first.shape)
+    if layout is None:
+        one, other = (replace(first, layout=each) for each in layouts[:2])
+        return _Difference(one, other, NOT_JOINED)
+    return first if layout is first.layout else replace(first, layout=layout)
 
 
 def _held(layout: Layout, rank: int, shape: tuple[int, ...]) -> str:
@@ -289,29 +258,28 @@ def _held(layout: Layout, rank: int, shape: tuple[int, ...]) -> str:
 
 
 def _message(names: Sequence[str], by_rank: ByRank, difference: _Difference) -> str:
-    one, other = (_ranks_with(spec, by_rank) for spec in (difference.one, difference.other))
-    plural = "s" if len(names) > 2 else ""
-    some = ", ".join(map(quoted, names[1:][:MOST_NAMED]))
-    more = f" (and {len(names) - 1} more tensor{plural}, such as {some})"
-    both = f"{_text(one)} and {_text(other)}{more if names[1:] else ''}"
-    plain = any(_is_plain(*next(iter(group.items()))) for group in (one, other))
-    return f"{quoted(names[0])} is {both}: {difference.why}; {PLAIN if plain else RENAME}"
+    sides = [_ranks_with(spec, by_rank) for spec in (difference.one, difference.other)]
+    more, some = len(names) - 1, ", ".join(map(quoted, names[1:][:MOST_NAMED]))
+    others = f" (and {more} more tensor{'s' * (more > 1)}, such as {some})" if more else ""
+    plain = any(_is_plain(*next(iter(side.items()))) for side in sides)
+    return (
+        f"{quoted(names[0])} is {' and '.join(map(_text, sides))}{others}: {difference.why}; "
+        f"{PLAIN if plain else RENAME}"
+    )
 
 
 def _ranks_with(wanted: TensorSpec, by_rank: ByRank) -> ByRank:
     """The ranks that give this spec; ranks with plain tensors of the same shape are one group."""
-    first = next(rank for rank, spec in by_rank.items() if _equal(spec, wanted))
-    if not _is_plain(first, by_rank[first]):
-        return {rank: spec for rank, spec in by_rank.items() if _equal(spec, wanted)}
-    plain = {rank: spec for rank, spec in by_rank.items() if _is_plain(rank, spec)}
-    alike = (wanted.shape, wanted.dtype)
-    return {rank: spec for rank, spec in plain.items() if (spec.shape, spec.dtype) == alike}
-
-
-def _equal(spec: TensorSpec, other: TensorSpec) -> bool:
-    """Whether two specs are written alike; quicker than ``==``, which compares boxes."""
-    mine, theirs = (spec.shape, spec.dtype), (other.shape, other.dtype)
-    return mine == theirs and spec.layout == other.layout
+    alike = {
+        rank: spec
+        for rank, spec in by_rank.items()
+        if (spec.shape, spec.dtype) == (wanted.shape, wanted.dtype)
+    }
+    # Layouts are compared as they are written: ``==`` of specs compares boxes, which is slower.
+    equal = {rank: spec for rank, spec in alike.items() if spec.layout == wanted.layout}
+    if not _is_plain(*next(iter(equal.items()))):
+        return equal
+    return {rank: spec for rank, spec in alike.items() if _is_plain(rank, spec)}
 
 
 def _is_plain(rank: int, spec: TensorSpec) -> bool:
@@ -322,12 +290,11 @@ def _is_plain(rank: int, spec: TensorSpec) -> bool:
 def _text(by_rank: ByRank) -> str:
     rank, spec = next(iter(by_rank.items()))
     layout = spec.layout
+    how = f"{quoted(layout)} over {quoted(layout.mesh)}"
     if _is_plain(rank, spec):
         how = "whole"
     elif isinstance(layout, BoxLayout):
         how = quoted(repr(layout))
-    else:
-        how = f"{quoted(layout)} over {quoted(layout.mesh)}"
     ranks = f"rank{'s' if len(by_rank) > 1 else ''} {format_ranks(tuple(by_rank))}"
     return f"{spec.dtype} {spec.shape} {how} according to {ranks}"
 
@@ -350,7 +317,8 @@ def _without_repeats(
             if other is not None and not holds_alike(layout, other, rank, spec.shape):
                 one, two = (_held(each, rank, spec.shape) for each in (other, layout))
                 why = f"the first gives rank {rank} {one}, the second {two}"
-                return _Difference(_with(spec, other), _with(spec, layout), why)
+                sides = replace(spec, layout=other), replace(spec, layout=layout)
+                return _Difference(*sides, why)
         if not by_rank.keys() >= set(layout.ranks):
             kept.add(layout)
             for rank in layout.ranks:
@@ -374,9 +342,9 @@ def _in_words(layouts: Sequence[Layout], meshes: Iterable[Mesh]) -> Layout | Non
     if all(map(_is_whole, layouts)):
         return Layout(candidates[0], "...") if candidates else whole_on(tuple(sorted(ranks)))
     first = layouts[0]
-    if isinstance(first, BoxLayout) or first.words.without:
-        return None
-    if any(_signature(layout) != _signature(first) for layout in layouts):
+    # What layouts of replicas on different sub-meshes have in common.
+    signatures = {(type(one), str(one), *one.mesh.axes.items()) for one in layouts}
+    if isinstance(first, BoxLayout) or first.words.without or len(signatures) > 1:
         return None
     subs = [layout.mesh for layout in layouts]
     mesh = next((mesh for mesh in candidates if _has_slices(mesh, subs)), None)
@@ -385,8 +353,12 @@ def _in_words(layouts: Sequence[Layout], meshes: Iterable[Mesh]) -> Layout | Non
 
 def _in_boxes(layouts: Sequence[Layout], shape: tuple[int, ...]) -> Layout | None:
     """A layout of all boxes; None if a local tensor is not the concatenation of its boxes."""
-    pairs = ((rank, layout) for layout in layouts for rank in layout.ranks)
-    by_rank = {rank: layout for rank, layout in pairs if layout.holds(rank) is not None}
+    by_rank = {
+        rank: layout
+        for layout in layouts
+        for rank in layout.ranks
+        if layout.holds(rank) is not None
+    }
     boxes = {rank: _boxes(layout, rank, shape) for rank, layout in by_rank.items()}
     union = Layout.from_boxes(shape, boxes)
     fits = all(holds_alike(layout, union, rank, shape) for rank, layout in by_rank.items())
@@ -404,11 +376,6 @@ def _is_whole(layout: Layout) -> bool:
     return not isinstance(layout, BoxLayout) and not any(parts)
 
 
-def _signature(layout: Layout) -> tuple[object, ...]:
-    """The properties that layouts of replicas on different sub-meshes share."""
-    return type(layout), str(layout), tuple(layout.mesh.axes.items())
-
-
 def _has_slices(mesh: Mesh, subs: Sequence[Mesh]) -> bool:
     """Whether these are the slices of a mesh along some of its axes."""
     sizes = subs[0].axes
@@ -424,18 +391,16 @@ def _has_slices(mesh: Mesh, subs: Sequence[Mesh]) -> bool:
 
 def _stacked(subs: Sequence[Mesh]) -> Mesh:
     """A mesh with an axis of replicas added, where ranks stay ascending if possible, else first."""
-    rising = sorted((tuple(sub.ranks) for sub in subs), key=min)
-    axes = dict(subs[0].axes)
-    name = REPLICA
-    while name in axes:
+    axes, name = [*subs[0].axes.items()], REPLICA
+    while name in subs[0].axes:
         name += "_"
-    places = np.array(rising).reshape(len(subs), *axes.values())
+    rising = sorted((tuple(sub.ranks) for sub in subs), key=min)
+    places = np.array(rising).reshape(len(subs), *subs[0].axes.values())
     for at in reversed(range(len(axes) + 1)):
         ranks = np.moveaxis(places, 0, at).ravel()
         if at == 0 or bool((np.diff(ranks) > 0).all()):
             break
-    items = list(axes.items())
-    return Mesh(ranks=ranks.tolist(), **dict([*items[:at], (name, len(subs)), *items[at:]]))
+    return Mesh(ranks=ranks.tolist(), **dict([*axes[:at], (name, len(subs)), *axes[at:]]))
 
 
 def _boxes(layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[Box, ...]:

@@ -52,13 +52,11 @@ def this_rank() -> int:
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether this is torch's DTensor."""
     plain = type(value) is torch.Tensor
     return not plain and _is_instance(value, "torch.distributed.tensor", "DTensor")
 
 
 def is_sharded_tensor(value: object) -> TypeGuard[ShardedTensor]:
-    """Whether this is torch's ShardedTensor."""
     module = "torch.distributed._shard.sharded_tensor.api"
     return _is_instance(value, module, "ShardedTensorBase")
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import add, sub
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -67,7 +67,6 @@ def whole_on(ranks: tuple[int, ...]) -> Layout:
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
-    """Global shape, dtype and layout of one tensor."""
     layout = layout_of(tensor)
     if is_sharded_tensor(tensor):
         # Asking the tensor itself is an operation on it, and torch warns of every one.
@@ -110,8 +109,6 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """This rank's parts, in the order in which its layout lists their boxes; no autograd."""
-    if type(tensor) is torch.Tensor:
-        return (tensor,)
     if is_dtensor(tensor):
         from reshard.tensors.dtensor.wrapping import dtensor_local
 
@@ -132,38 +129,31 @@ def _sharded_layout(tensor: ShardedTensor) -> Layout:
     shape = tuple(metadata.size)
     boxes: dict[int, list[Box]] = {}
     for shard in metadata.shards_metadata:
-        boxes.setdefault(_rank(shard), []).append(_box(shard, shape))
+        owner = None if shard.placement is None else shard.placement.rank()
+        if owner is None:
+            raise LayoutError(
+                f"the shard at {shard.shard_offsets} has placement {shard.placement}, which names "
+                "no rank: use placements such as rank:3/cpu"
+            )
+        # torch uses global ranks on sub-groups too.
+        boxes.setdefault(owner, []).append(_box(shard, shape))
     stated = sorted(boxes.get(rank, ()))
     held = sorted(_box(shard.metadata, shape) for shard in tensor.local_shards())
     if held != stated:
+        found, expected = (", ".join(map(str, listed)) or "none" for listed in (held, stated))
         raise LayoutError(
-            f"rank {rank} holds shards {_list_boxes(held)} and the metadata of the tensor {shape} "
-            f"gives it {_list_boxes(stated)}: make both from one sharding spec"
+            f"rank {rank} holds shards {found} and the metadata of the tensor {shape} gives it "
+            f"{expected}: make both from one sharding spec"
         )
     return Layout.from_boxes(shape, {one: sorted(boxes[one]) for one in sorted(boxes)})
 
 
-def _rank(shard: ShardMetadata) -> int:
-    """The global rank of a shard; torch uses global ranks on sub-groups too."""
-    rank = None if shard.placement is None else shard.placement.rank()
-    if rank is None:
-        raise LayoutError(
-            f"the shard at {shard.shard_offsets} has placement {shard.placement}, which names no "
-            "rank: use placements such as rank:3/cpu"
-        )
-    return rank
-
-
 def _box(shard: ShardMetadata, shape: tuple[int, ...]) -> Box:
     """The box of a shard; torch lets an empty one begin past the end, so it is moved inside."""
-    sizes = tuple(shard.shard_sizes)
-    rows = zip(shard.shard_offsets, sizes, shape, strict=True)
-    inside = tuple(min(at, whole - size) if not all(sizes) else at for at, size, whole in rows)
-    return Box(inside, tuple(at + size for at, size in zip(inside, sizes, strict=True)))
-
-
-def _list_boxes(boxes: Iterable[Box]) -> str:
-    return ", ".join(map(str, boxes)) or "none"
+    starts, sizes = tuple(shard.shard_offsets), tuple(shard.shard_sizes)
+    if not all(sizes):
+        starts = tuple(map(min, starts, map(sub, shape, sizes)))
+    return Box(starts, tuple(map(add, starts, sizes)))
 
 
 def check_matches(tensor: torch.Tensor, planned: TensorSpec, name: str, is_source: bool) -> None:
@@ -213,20 +203,18 @@ class Destination:
             torch.autograd.graph.increment_version(self.whole)
         if self.local is None or len(self.parts) < 2:
             return
-        at = 0
-        for part in self.parts:
-            part.detach().copy_(self.local[at : at + part.numel()].view(part.shape))
-            at += part.numel()
+        values = self.local.split_with_sizes([part.numel() for part in self.parts])
+        for part, value in zip(self.parts, values, strict=True):
+            part.detach().copy_(value.view(part.shape))
 
 
 def destination_of(tensor: torch.Tensor) -> Destination:
     """The memory of a tensor of any kind as a destination."""
     parts = parts_of(tensor)
+    local = parts[0] if parts else None
     if len(parts) > 1:
-        total = sum(part.numel() for part in parts)
-        staging = torch.empty(total, dtype=parts[0].dtype, device=parts[0].device)
-        return Destination(staging, parts, tensor)
-    return Destination(parts[0] if parts else None, parts, tensor)
+        local = parts[0].new_empty(sum(part.numel() for part in parts))
+    return Destination(local, parts, tensor)
 
 
 def piece_view(local: torch.Tensor, piece: Piece) -> torch.Tensor:

@@ -188,7 +188,6 @@ class Request(NamedTuple):
 
     @property
     def target(self) -> Any:
-        """The destination."""
         return self.want if self.to is None else self.to
 
     def is_on_own_mesh(self) -> bool:
@@ -215,18 +214,18 @@ class Request(NamedTuple):
         for one in (self.tensor, self.have, self.want, self.to):
             layout = one
             if is_dtensor(one):
-                found |= set(map(int, one.device_mesh.mesh.flatten().tolist()))
+                found |= set(one.device_mesh.mesh.flatten().tolist())
             elif has_layout(one):
                 layout = spec_of(cast(torch.Tensor, one)).layout
             elif isinstance(one, tuple | list) and one and hasattr(one[0], "mesh"):
-                found |= set(map(int, one[0].mesh.flatten().tolist()))
+                found |= set(one[0].mesh.flatten().tolist())
             if isinstance(layout, Layout):
                 found |= {rank for rank in layout.ranks if layout.holds(rank) is not None}
         return found
 
     def check(self) -> Any:
         """The destination; refuses one that cannot be understood, and such settings."""
-        target = self.want if self.to is None else self.to
+        target = self.target
         if target is None or (self.want is not None and self.to is not None):
             raise TensorError("a move needs one destination: give want=layout, or to=")
         if not isinstance(target, DESTINATION_TYPES):
@@ -241,8 +240,8 @@ class Request(NamedTuple):
 
     def check_dtypes(self, is_on_own_mesh: bool) -> None:
         """Refuse what is no dtype, and what only a DTensor on its own mesh has."""
-        kinds = {"forward_dtype": self.forward_dtype, "backward_dtype": self.backward_dtype}
-        for name, kind in kinds.items():
+        for name in ("forward_dtype", "backward_dtype"):
+            kind = getattr(self, name)
             if kind is None:
                 continue
             if not isinstance(kind, torch.dtype):
@@ -288,13 +287,11 @@ def _move(ticket: Ticket, request: Request) -> Any:
     source, have, shape, dtype = _source(request)
     want = target if to_layout else _layout_on_mesh(target, shape)
     dtype = DTYPE_NAMES.get(dtype) or canonical_dtype(dtype)
-    cast_to = None if request.cast_to is None else canonical_dtype(request.cast_to)
-    one = move_between(have, want, shape, dtype, cast_to, memory)
+    one = move_between(have, want, shape, dtype, request.cast, memory)
     destination = None if request.into is None else _destination(request.into, one)
-    into, options = None if destination is None else destination.local, request.options
+    into = None if destination is None else destination.local
     if to_layout:
-        local, leaf = source()
-        moved = one.run(ticket, local, leaf, into, request.device, request.grad, options)
+        moved = one.run(ticket, *source(), into, request.device, request.grad, request.options)
     else:
         moved = _move_to_mesh(ticket, request, source, one, into)
     if destination is None:
@@ -313,7 +310,10 @@ def _redistribute(ticket: Ticket, request: Request, memory: int) -> Any:
     )
     if request.into is None:
         return module.redistribute(ticket, tensor, how)
-    how.check_into()
+    if not how.is_plain:
+        raise TensorError(
+            f"to {list(how.target[1])} the result is computed from what was moved: leave out into="
+        )
     destination = _destination(request.into, how.move)
     module.redistribute(ticket, tensor, how, destination.local)
     destination.complete()
@@ -321,11 +321,7 @@ def _redistribute(ticket: Ticket, request: Request, memory: int) -> Any:
 
 
 def _move_to_mesh(
-    ticket: Ticket,
-    request: Request,
-    source: Source,
-    one: TensorMove,
-    into: torch.Tensor | None,
+    ticket: Ticket, request: Request, source: Source, one: TensorMove, into: torch.Tensor | None
 ) -> Any:
     """A DTensor on a mesh: by DTensor's rule for gradients if it is the tensor's own mesh."""
     module, tensor, target = _redistribution(), request.tensor, request.target
@@ -354,16 +350,13 @@ def _layout_on_mesh(target: OnMesh, shape: tuple[int, ...]) -> Layout:
 
 
 def _destination(into: torch.Tensor, one: TensorMove) -> Destination:
-    """The memory of ``into``, if that has the layout of the destination."""
     if not isinstance(into, torch.Tensor):
         raise TensorError(f"into= is {_show(into)}: give a tensor")
     check_matches(into, TensorSpec(one.shape, one.cast, one.want), ONE, is_source=False)
     return destination_of(into)
 
 
-def _source(
-    request: Request,
-) -> tuple[Source, Layout, tuple[int, ...], torch.dtype | str]:
+def _source(request: Request) -> tuple[Source, Layout, tuple[int, ...], torch.dtype | str]:
     """The local tensor, its layout, the shape of the whole tensor, and its dtype."""
     tensor, have, shape = request.tensor, request.have, request.shape
     if have is not None and not isinstance(have, Layout):
@@ -387,7 +380,7 @@ def _source(
     if tensor is not None and not isinstance(tensor, torch.Tensor):
         raise TensorError(f"a {type(tensor).__name__} cannot be moved: give a tensor or None")
     if have is None or shape is None:
-        missing = [name for name, value in (("have=", have), ("shape=", shape)) if value is None]
+        missing = ["have="] * (have is None) + ["shape="] * (shape is None)
         local = "" if tensor is None else f", of which this rank has {list(tensor.shape)}"
         raise TensorError(
             f"a plain tensor comes without {' and '.join(missing)}: have= is its layout, shape= "

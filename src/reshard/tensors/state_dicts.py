@@ -69,7 +69,6 @@ def tensors_in(state_dict: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
 
 
 def _walk(name: str, value: object, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in nested dicts and lists, in their order."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, Mapping | list | tuple):
@@ -77,21 +76,17 @@ def _walk(name: str, value: object, depth: int) -> Iterator[tuple[str, torch.Ten
             raise TensorError(f"{quoted(name)} is nested more than {MAX_DEPTH} deep: flatten it")
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, inner in items:
-            yield from _walk(_join(name, key), inner, depth + 1)
+            if not isinstance(key, str | int):
+                raise TensorError(
+                    f"the key {quoted(key)} in {quoted(name)} is a {type(key).__name__}: "
+                    "names are strings or numbers"
+                )
+            yield from _walk(f"{name}.{key}" if name else str(key), inner, depth + 1)
     elif not (value is None or isinstance(value, Number | str)):
         raise TensorError(
             f"{quoted(name)} is a {type(value).__name__}, which cannot be moved: "
             "take it out of the state dict and carry it yourself"
         )
-
-
-def _join(name: str, key: object) -> str:
-    if not isinstance(key, str | int):
-        raise TensorError(
-            f"the key {quoted(key)} in {quoted(name)} is a {type(key).__name__}: "
-            "names are strings or numbers"
-        )
-    return f"{name}.{key}" if name else str(key)
 
 
 @not_compiled

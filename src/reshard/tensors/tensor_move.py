@@ -78,8 +78,9 @@ def plan_bytes(plan: Plan) -> int:
     if not dist.is_initialized() or dist.get_rank() not in plan.parties:
         return size
     rows = plan.for_rank(dist.get_rank())
-    count = sum(side.num_rows for side in (rows.sends, rows.receives, rows.copies))
-    return size + ROW_BYTES * count
+    return size + ROW_BYTES * sum(
+        side.num_rows for side in (rows.sends, rows.receives, rows.copies)
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,13 +92,11 @@ class TensorMove:
     shape: tuple[int, ...]
     dtype: str
     cast: str
-    """The dtype at the destination."""
     memory: int
     _unmoved_shapes: dict[int, Shapes | None] = field(default_factory=dict)
 
     @cached_property
     def plan(self) -> Plan:
-        """Which rank sends what to which."""
         have = {ONE: TensorSpec(self.shape, self.dtype, self.have)}
         return plan(have, {ONE: TensorSpec(self.shape, self.cast, self.want)}, memory=self.memory)
 
@@ -251,24 +250,20 @@ class TensorMove:
         device: torch.device | str | None,
     ) -> Backward:
         """How gradients of the result get back to the source."""
-        have, count = self.have, 1
+        have, count, kind = self.have, 1, self.dtype
         if have.reduce is not None and have.reduce[0] == "avg":
             count = prod(have.mesh.axes[axis] for axis in have.reduce[1])
-        kind = _wider(self.dtype, self.cast)  # in which gradients are added up
+        if self.dtype != self.cast:
+            # Gradients are added up in the wider dtype, or one that is wider than both. torch
+            # promotes no float8; float16 and bfloat16 are each wider than some of them only.
+            kinds = ("float32" if "float8" in one else one for one in (self.dtype, self.cast))
+            wider = torch.promote_types(*(getattr(torch, one) for one in kinds))
+            kind = str(wider).removeprefix("torch.")
         adds = grad == "sum"
         # What is still to be divided is not rounded before.
         cast = accumulator(kind) if adds and count > 1 else kind
         move = SumMove(self.want, unreduced(have), self.shape, kind, self.memory, adds, cast)
         return Backward(move, count, group, gradient_options(options), device)
-
-
-def _wider(dtype: str, cast: str) -> str:
-    """The wider of two dtypes, or one that is wider than both."""
-    if dtype == cast:
-        return dtype
-    # torch promotes no float8; float16 and bfloat16 are each wider than some of them only.
-    kinds = ("float32" if kind.startswith("float8") else kind for kind in (dtype, cast))
-    return str(torch.promote_types(*(getattr(torch, kind) for kind in kinds))).split(".")[1]
 
 
 def _holders(layout: Layout) -> set[int]:

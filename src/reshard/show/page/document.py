@@ -21,7 +21,7 @@ from importlib import import_module, resources
 from typing import TYPE_CHECKING, Any
 
 from reshard.layout.mesh import format_ranks
-from reshard.show.page.drawings import LOOKS, TEXTURES, Drawing, Rect, Table, Tick, palette
+from reshard.show.page.drawings import LOOKS, TEXTURES, Drawing, Table, Tick, palette
 from reshard.text import printable, shorten
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Card", "Document", "Field", "Footer", "Lane", "LaneBar", "Move", "Run", "Side", "as_json",
-    "clean", "render_fragment", "render_page", "render_part",
+    "clean", "render_fragment", "render_page",
 ]  # fmt: skip
 
 MAX_NAME = 400
@@ -45,7 +45,6 @@ class Card:
     part: float | None = None
     """How full a bar below the figure is, where there is one."""
     bad: bool = False
-    """Whether the note is a warning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,23 +102,19 @@ class Document:
     headline: str
     cards: Sequence[Card]
     data: Mapping[str, Any]
-    """What the script of the page works with."""
     digest: str = ""
     damage: Sequence[str] = ()
     reasons_title: str = "Why it costs that"
     reasons: Sequence[str] = ()
     moves_title: str = "Who holds what, before and after"
     moves: Sequence[Move] = ()
-    max_open: int = 3
     legend: str = ""
     table: Table | None = None
     lanes: Sequence[Lane] = ()
     scale: Sequence[Tick] = ()
     rounds_note: str = ""
     run: Run | None = None
-    groups: int = 0
     groups_title: str = "Tensors"
-    stored: bool = False
     """Whether tensors have one layout only, that of a checkpoint."""
     extra: Sequence[tuple[str, Sequence[str]]] = ()
     """Titles and lines of what is shown when asked for."""
@@ -158,7 +153,6 @@ class Field:
 
 
 def render_page(doc: Document, footer: Footer, form: Sequence[Field] = ()) -> str:
-    """The page as text."""
     from markupsafe import Markup
 
     script = _source("page.js")
@@ -175,26 +169,21 @@ def render_page(doc: Document, footer: Footer, form: Sequence[Field] = ()) -> st
     )
 
 
-def render_part(doc: Document, footer: Footer) -> str:
-    """What changes on the page of the explorer when a field does."""
-    return render_fragment("doc.html", doc=doc, footer=footer)
-
-
 def render_fragment(name: str, **words: Any) -> str:
     """A template with the styles of the page; the cells of notebooks have no script."""
     from markupsafe import Markup
 
-    common = {
-        "palettes": {"light": palette(False), "dark": palette(True), "looks": LOOKS},
-        "texture_paths": TEXTURES,
-        "ranks": _ranks,
-        "css": Markup(_source("page.css")),
-    }
-    return _environment().get_template(name).render(**common, **words)
-
-
-def _ranks(rect: Rect) -> str:
-    return shorten(format_ranks(rect.ranks), 60)
+    return (
+        _environment()
+        .get_template(name)
+        .render(
+            palettes={"light": palette(False), "dark": palette(True), "looks": LOOKS},
+            texture_paths=TEXTURES,
+            ranks=lambda rect: shorten(format_ranks(rect.ranks), 60),
+            css=Markup(_source("page.css")),
+            **words,
+        )
+    )
 
 
 @lru_cache(maxsize=1)

@@ -1,18 +1,21 @@
-"""Pictures and matrices as coloured rectangles with places on a page; templates only print them.
+"""Pictures and matrices as coloured rectangles with places on a page, and links between pictures.
+
+Templates only print them.
 
 On one page the same colour means exactly the same set of ranks. There are 16 fills, each plain or
 with one of five textures: 96 looks. A page that draws more sets leaves the rest without a colour,
 and their cells are told apart by their labels.
+
+A link is a rectangle of the source picture, a rectangle of the destination picture, and the entries
+of the traffic matrix that carry what both cover. A page lights up links.
 
 >>> from reshard.layout.layout import Layout
 >>> from reshard.layout.mesh import Mesh
 >>> from reshard.show.holdings import picture_of
 >>> picture = picture_of(Layout(Mesh(tp=2), "tp -"), (8, 8), most=(4, 4))
 >>> drawing = drawing_of(picture, Colours())
->>> [(rect.label, rect.y, rect.height, str(rect.look)) for rect in drawing.rects]
+>>> [(rect.label, rect.y, rect.height, rect.style) for rect in drawing.rects]
 [('0', 0.0, 120.0, 'c0'), ('1', 120.0, 120.0, 'c1')]
->>> Look(17).fill, Look(17).texture
-(1, 1)
 """
 
 from __future__ import annotations
@@ -21,14 +24,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard.layout.columns import Ints
 from reshard.layout.mesh import format_ranks
+from reshard.planning.cells.transfers import insert_columns
+from reshard.planning.classes import Stack
+from reshard.planning.flows import Flow
+from reshard.planning.names import Feed
+from reshard.planning.plans import Plan
 from reshard.show.holdings import Cell, Picture
 from reshard.show.traffic import Matrix, short_bytes
 from reshard.text import format_bytes, shorten
 
 __all__ = [
-    "FILLS", "LOOKS", "TEXTURES", "Colours", "Drawing", "Rect", "Table", "Tick", "drawing_of",
-    "palette", "table_of",
+    "FILLS", "LOOKS", "TEXTURES", "Colours", "Drawing", "Link", "Rect", "Table", "Tick",
+    "drawing_of", "links_of", "palette", "table_of",
 ]  # fmt: skip
 
 WIDTH = 400.0
@@ -57,36 +69,16 @@ TEXTURES = ("", "M-2,10 L10,-2 M-2,2 L2,-2 M6,10 L10,6", "M-2,-2 L10,10 M6,-2 L1
 LOOKS = FILLS * len(TEXTURES)
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
-    """One of the looks of a cell: a fill and a texture."""
-
-    number: int
-
-    @property
-    def fill(self) -> int:
-        """The fill, as a number."""
-        return self.number % FILLS
-
-    @property
-    def texture(self) -> int:
-        """The texture over it; 0 is none."""
-        return self.number // FILLS
-
-    def __str__(self) -> str:
-        return f"c{self.number}"
-
-
 @dataclass(slots=True)
 class Colours:
     """The looks that a page has given to sets of ranks so far."""
 
-    known: dict[tuple[int, ...], Look | None] = field(default_factory=dict)
+    known: dict[tuple[int, ...], int | None] = field(default_factory=dict)
 
-    def of(self, ranks: tuple[int, ...]) -> Look | None:
+    def of(self, ranks: tuple[int, ...]) -> int | None:
         """The look of a set of ranks, always the same on a page; None where all are taken."""
         if ranks not in self.known:
-            self.known[ranks] = Look(len(self.known)) if len(self.known) < LOOKS else None
+            self.known[ranks] = len(self.known) if len(self.known) < LOOKS else None
         return self.known[ranks]
 
     @property
@@ -114,15 +106,20 @@ class Rect:
     low: tuple[int, int]
     high: tuple[int, int]
     """The rows and columns of the tensor that it covers; a 1-d tensor has one row."""
-    look: Look | None
-    """None where no rank holds it, or where there were no colours left."""
+    look: int | None
+    """A number below `LOOKS`, fills first; None where no rank holds it or no colours were left."""
     merged: bool
 
     @property
     def style(self) -> str:
-        """The classes of the rectangle on the page."""
         fine = " fine" if min(self.width, self.height) < 8 else ""
-        return f"{(self.look or 'grey') if self.ranks else 'hole'}{fine}"
+        colour = "grey" if self.look is None else f"c{self.look}"
+        return f"{colour if self.ranks else 'hole'}{fine}"
+
+    @property
+    def texture(self) -> int:
+        """The number of the texture over the fill; 0 is none."""
+        return (self.look or 0) // FILLS
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,23 +142,20 @@ class Drawing:
     gutter: float
     """The room that the texts on the left need."""
     dims: tuple[int, ...]
-    """Which dims of the tensor are drawn."""
 
 
 def drawing_of(picture: Picture, colours: Colours) -> Drawing:
-    """Place the cells of a picture, true to scale."""
-    height = 64.0
-    if len(picture.shape) == 2:
-        shape = picture.shape
-        height = min(max(WIDTH * shape[0] / shape[1], WIDTH * 0.3), MAX_HEIGHT)
+    height, is_flat = 64.0, len(picture.shape) == 1
+    if not is_flat:
+        height = min(max(WIDTH * picture.shape[0] / picture.shape[1], WIDTH * 0.3), MAX_HEIGHT)
     xs = [WIDTH * edge / picture.columns[-1] for edge in picture.columns]
     ys = [height * edge / picture.rows[-1] for edge in picture.rows]
     rects = []
     for i, row in enumerate(picture.cells):
         starts = [j for j in range(len(row)) if j == 0 or row[j] != row[j - 1]]
         for j, end in pairwise([*starts, len(row)]):  # equal neighbours are one rectangle
-            rects.append(_rect(picture, (i, j, end), (xs[j], xs[end]), ys[i : i + 2], colours))
-    left = tuple(_ticks(picture.rows, ys, 16))[1:] if len(picture.shape) == 2 else ()
+            rects.append(_rect(picture, i, (j, end), (xs[j], xs[end]), ys[i : i + 2], colours))
+    left = () if is_flat else tuple(_ticks(picture.rows, ys, 16))[1:]
     top = tuple(_ticks(picture.columns, xs, 0))
     gutter = round(max((len(tick.text) for tick in left), default=0) * LETTER + 8, 1)
     return Drawing(WIDTH, round(height, 1), tuple(rects), top, left, gutter, picture.dims)
@@ -169,24 +163,23 @@ def drawing_of(picture: Picture, colours: Colours) -> Drawing:
 
 def _rect(
     picture: Picture,
-    at: tuple[int, int, int],
+    row: int,
+    columns: tuple[int, int],
     across: Sequence[float],
     down: Sequence[float],
     colours: Colours,
 ) -> Rect:
-    row, column, end = at
-    cell = picture.cells[row][column]
-    width, height = across[1] - across[0], down[1] - down[0]
+    cell, width, height = picture.cells[row][columns[0]], across[1] - across[0], down[1] - down[0]
     room = int((width - 6) / LETTER)
     label = cell.text(room)
     fits = len(label) <= room and height >= 13
-    low = picture.rows[row], picture.columns[column]
-    high = picture.rows[row + 1], picture.columns[end]
+    low = picture.rows[row], picture.columns[columns[0]]
+    high = picture.rows[row + 1], picture.columns[columns[1]]
     look = colours.of(cell.ranks) if cell.ranks else None
+    x, y, width, height = (round(at, 2) for at in (across[0], down[0], width, height))
     return Rect(
-        round(across[0], 2), round(down[0], 2), round(width, 2), round(height, 2),
-        label if fits else "", _title(cell, picture, low, high), cell.ranks, low, high, look,
-        cell.num_parts > 1,
+        x, y, width, height, label if fits else "", _title(cell, picture, low, high), cell.ranks,
+        low, high, look, cell.num_parts > 1,
     )  # fmt: skip
 
 
@@ -205,8 +198,7 @@ def _title(cell: Cell, picture: Picture, low: tuple[int, int], high: tuple[int, 
 
 def _ticks(edges: Sequence[int], places: Sequence[float], least: float) -> Iterator[Tick]:
     """The indices at the edges, without those that would overlap."""
-    end = float("-inf")
-    last = places[-1]
+    end, last = float("-inf"), places[-1]
     for edge, place in zip(edges, places, strict=True):
         text = str(edge)
         room = least or len(text) * LETTER + 8
@@ -250,12 +242,10 @@ class Table:
 
     @property
     def passes(self) -> bool:
-        """Whether anything is passed on."""
         return any(entry.passed for entry in self.entries)
 
 
 def table_of(matrix: Matrix) -> Table:
-    """Place a traffic matrix."""
     longest = max(map(len, matrix.destinations), default=0) * LETTER
     width = 46.0 if len(matrix.destinations) <= MAX_LABELLED else 26.0
     slanted = longest > width - 4
@@ -282,3 +272,136 @@ def table_of(matrix: Matrix) -> Table:
     return Table(
         matrix.kind, width, height, tuple(entries), top, left, *sizes, gutter, head, slanted
     )
+
+
+MAX_ROWS = 50_000
+"""Rows of a plan that are looked at for one stack. With more, all groups of ranks that hold a piece
+and exchange anything with a group that wants it count as its senders."""
+MAX_COMPARED = 4_000_000
+"""Pairs of cells and rectangles that are compared."""
+
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Two rectangles that share elements."""
+
+    have: int
+    want: int
+    entries: tuple[int, ...]
+    """Entries of the traffic matrix, as row * columns + column."""
+
+
+def links_of(plan: Plan, stack: Stack, source: Drawing, to: Drawing, matrix: Matrix) -> list[Link]:
+    """The links of one drawn stack, in the order of its source rectangles."""
+    have, want = source.rects, to.rects
+    sides = _Boxes.of(source, stack.have.shape), _Boxes.of(to, stack.want.shape)
+    pairs = np.argwhere(_shared(stack.feed, *sides))
+    flows = [flow for flow in plan.flows if flow.stack is stack]
+    if not matrix.num_bytes.size:
+        entries: list[list[int]] = [[] for _ in pairs]
+    elif _are_few(flows, len(have) + len(want)):
+        entries = _exact(plan, flows, sides, pairs, matrix)
+    else:
+        entries = [_possible(plan, have[h].ranks, want[w].ranks, matrix) for h, w in pairs.tolist()]
+    return [Link(h, w, tuple(one)) for (h, w), one in zip(pairs.tolist(), entries, strict=True)]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Boxes:
+    """Boxes as columns, with as many dims as their tensor has."""
+
+    low: Ints
+    high: Ints
+
+    @classmethod
+    def of(cls, drawing: Drawing, shape: tuple[int, ...]) -> _Boxes:
+        low = np.zeros((len(drawing.rects), len(shape)), dtype=np.int64)
+        high = np.tile(np.array(shape, dtype=np.int64), (len(drawing.rects), 1))
+        for at, dim in enumerate(drawing.dims, start=2 - len(drawing.dims)):
+            low[:, dim] = [rect.low[at] for rect in drawing.rects]
+            high[:, dim] = [rect.high[at] for rect in drawing.rects]
+        return cls(low, high)
+
+    def touching(self, low: Ints, high: Ints) -> Mask:
+        """Which of other boxes (rows) overlap with which of these (columns)."""
+        sides = np.minimum(high[:, None], self.high) - np.maximum(low[:, None], self.low)
+        return np.asarray((sides > 0).all(axis=2))
+
+
+def _shared(feed: Feed, have: _Boxes, want: _Boxes) -> Mask:
+    """Which source boxes (rows) have elements in common with which destination boxes (columns)."""
+    if not feed.moves:
+        return want.touching(have.low, have.high)
+    (low, high), (to_low, to_high) = (
+        (insert_columns(boxes.low, insert, 0), insert_columns(boxes.high, insert, 1))
+        for boxes, insert in ((have, feed.have_insert), (want, feed.want_insert))
+    )
+    found = np.ones((len(low), len(to_low)), dtype=bool)
+    for dim, runs in enumerate(feed.moves):
+        here = np.zeros_like(found)
+        for source, destination, length in runs:
+            start = np.maximum(low[:, dim], source) + destination - source
+            stop = np.minimum(high[:, dim], source + length) + destination - source
+            first = np.maximum(start[:, None], to_low[:, dim])
+            here |= np.minimum(stop[:, None], to_high[:, dim]) > first
+        found &= here
+    return found
+
+
+def _are_few(flows: Sequence[Flow], num_rects: int) -> bool:
+    """Whether all rows of some flows can be compared with so many rectangles."""
+    num_cells = sum(flow.geometry.num_cells() for flow in flows)
+    if num_cells * num_rects > MAX_COMPARED:  # before they are listed
+        return False
+    rows = sum(
+        int(flow.geometry.wanting.counts[flow.parts().line].sum()) * flow.geometry.num_addends
+        for flow in flows
+    )
+    return rows <= MAX_ROWS
+
+
+def _exact(
+    plan: Plan, flows: Sequence[Flow], sides: tuple[_Boxes, _Boxes], pairs: Ints, matrix: Matrix
+) -> list[list[int]]:
+    """The entries of each link, from the rows of the plan that carry what it covers."""
+    found: list[set[int]] = [set() for _ in pairs]
+    size = matrix.num_bytes.size
+    for flow in flows:
+        for rows in flow.everything():
+            moved = rows.take(np.flatnonzero(rows.source != rows.destination))
+            row = matrix.row_of[np.searchsorted(plan.world, moved.source)]
+            column = matrix.column_of[np.searchsorted(plan.world, moved.destination)]
+            entry = row * matrix.num_bytes.shape[1] + column
+            keys = np.unique(moved.runs.cell * size + entry)
+            cell, entry = np.divmod(keys, size)
+            here, there = (
+                _touched(boxes, low[cell], moved.cells.width[cell], insert)
+                for boxes, low, insert in (
+                    (sides[0], moved.cells.have_low, flow.stack.feed.have_insert),
+                    (sides[1], moved.cells.want_low, flow.stack.feed.want_insert),
+                )
+            )
+            for number, (h, w) in enumerate(pairs.tolist()):
+                found[number].update(entry[here[:, h] & there[:, w]].tolist())
+    return [sorted(one) for one in found]
+
+
+def _touched(boxes: _Boxes, low: Ints, width: Ints, insert: Sequence[int]) -> Mask:
+    """Which cells touch which boxes, in the dims of the tensor that has these boxes."""
+    low = np.delete(low, insert, axis=1)
+    return boxes.touching(low, low + np.delete(width, insert, axis=1))
+
+
+def _possible(
+    plan: Plan, holders: Sequence[int], takers: Sequence[int], matrix: Matrix
+) -> list[int]:
+    """The entries with traffic between groups that hold a piece and groups that want it."""
+    rows, columns = (
+        np.unique(group[np.searchsorted(plan.world, np.array(ranks, dtype=np.int64))])
+        for group, ranks in ((matrix.row_of, holders), (matrix.column_of, takers))
+    )
+    entries: Ints = (rows[:, None] * matrix.num_bytes.shape[1] + columns).reshape(-1)
+    busy: list[int] = entries[matrix.num_bytes.reshape(-1)[entries] > 0].tolist()
+    return busy

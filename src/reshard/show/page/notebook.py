@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from contextlib import suppress
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reshard.errors import ReshardError
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.words import Cuts, Cyclic, Packed, Ragged, Units, ZigZag
+from reshard.planning.plans import Plan
 from reshard.show.holdings import two_dims
 from reshard.show.page.document import Move, render_fragment
 from reshard.show.page.drawings import Colours, table_of
@@ -30,12 +31,9 @@ from reshard.show.page.plan_page import (
     side_of,
 )
 from reshard.show.plan_text import describe, headline, stack_rows
+from reshard.show.run_report import RunReport
 from reshard.show.traffic import traffic_matrix
 from reshard.text import format_shape, shorten
-
-if TYPE_CHECKING:
-    from reshard.planning.plans import Plan
-    from reshard.show.run_report import RunReport
 
 __all__ = ["layout_cell", "plan_cell", "run_cell", "sample_shape", "text_cell"]
 
@@ -53,13 +51,13 @@ def plan_cell(plan: Plan) -> str:
     moves = moves_of([kind[0] for kind in kinds[:MAX_DRAWN]], colours)
     matrix = traffic_matrix(plan, MAX_GROUPS)
     return _cell(
+        describe(plan),
+        "The plan as text",
         headline=headline(plan, rows),
         items=list(cards_of(plan)),
         moves=moves,
         legend=legend_of(colours, moves, len(kinds), len(rows)) if moves else "",
         table=table_of(matrix) if matrix.num_bytes.size else None,
-        text=describe(plan),
-        folded="The plan as text",
     )
 
 
@@ -82,21 +80,18 @@ def run_cell(report: RunReport) -> str:
     """A run report: its figures and rounds; all of it as text."""
     run = run_of([report]) if report.rounds else None
     text = str(report)
-    return _cell(headline=text.partition("\n")[0], run=run, text=text, folded="The report as text")
+    return _cell(text, "The report as text", headline=text.partition("\n")[0], run=run)
 
 
 def text_cell(text: str) -> str:
-    """Any report as its text."""
-    cut = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}\n... print it to see all of it"
-    return _cell(text=cut)
+    return _cell(
+        text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}\n... print it to see all of it"
+    )
 
 
-def _cell(**words: Any) -> str:
-    empty = {
-        "headline": "", "items": (), "moves": (), "legend": "", "table": None, "run": None,
-        "text": "", "folded": "",
-    }  # fmt: skip
-    return render_fragment("cell.html", **{**empty, **words})
+def _cell(text: str = "", folded: str = "", **words: Any) -> str:
+    empty = dict.fromkeys(("headline", "items", "moves", "legend", "table", "run"), "")
+    return render_fragment("cell.html", text=text, folded=folded, **{**empty, **words})
 
 
 def sample_shape(layout: Layout) -> tuple[int, ...] | None:
@@ -106,7 +101,7 @@ def sample_shape(layout: Layout) -> tuple[int, ...] | None:
     words = layout.words
     dims = words.dims
     if words.rest is not None and len(dims) < 2:
-        dims = words.expand(max(len(dims) + 1, 1)) or dims
+        dims = words.expand(len(dims) + 1) or dims
     lengths = [_length(cuts, layout) if cuts else WHOLE for cuts in dims]
     if words.flat and lengths:
         lengths[-1] *= _length(words.flat, layout)
@@ -120,19 +115,19 @@ def sample_shape(layout: Layout) -> tuple[int, ...] | None:
 
 def _length(cuts: Cuts, layout: Layout) -> int:
     """A length that all cuts of a dim divide."""
-    length = 1
+    length, sizes = 1, layout.mesh.axes
     for cut in reversed(cuts):
         match cut:
             case Packed():
                 length = max(length, sum(segment.size for segment in cut.segments))
             case Ragged():
                 length = sum(cut.sizes)
-            case Units():
-                length *= layout.mesh.axes[cut.axis] * cut.unit
-            case Cyclic():
-                length *= layout.mesh.axes[cut.axis] * cut.block * 2
-            case ZigZag():
-                length *= layout.mesh.axes[cut.axis] * 2
+            case Units(axis=axis, unit=unit):
+                length *= sizes[axis] * unit
+            case Cyclic(axis=axis, block=block):
+                length *= sizes[axis] * block * 2
+            case ZigZag(axis=axis):
+                length *= sizes[axis] * 2
             case _:
-                length *= layout.mesh.axes[cut.axis]
+                length *= sizes[cut.axis]
     return length

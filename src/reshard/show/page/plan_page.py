@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reshard.errors import FormatError
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import format_ranks
+from reshard.planning.plans import Plan
 from reshard.show.holdings import holdings, picture_of, two_dims
 from reshard.show.name_patterns import named_pairs
 from reshard.show.page.document import (
@@ -32,8 +33,7 @@ from reshard.show.page.document import (
     clean,
     render_page,
 )
-from reshard.show.page.drawings import Colours, Tick, drawing_of, table_of
-from reshard.show.page.links import links_of
+from reshard.show.page.drawings import Colours, Tick, drawing_of, links_of, table_of
 from reshard.show.plan_text import (
     StackRow,
     headline,
@@ -46,9 +46,6 @@ from reshard.show.run_report import RoundReport, RunReport, format_seconds
 from reshard.show.terminal import table
 from reshard.show.traffic import Matrix, to_trace, traffic_matrix
 from reshard.text import count, format_bytes, shorten
-
-if TYPE_CHECKING:
-    from reshard.planning.plans import Plan
 
 __all__ = [
     "cards_of", "document_of", "kinds_of", "legend_of", "moves_of", "render", "run_of", "save",
@@ -65,7 +62,6 @@ MAX_LANES = 24
 MAX_LISTED = 50_000
 """Groups that are listed with their tensors."""
 MAX_ROUNDS = 32
-"""Measured rounds that are shown; if there are more, the slowest are."""
 PHASES = ("packing", "waiting", "unpacking")
 
 
@@ -83,16 +79,14 @@ def render(
 def document_of(
     plan: Plan, reports: Sequence[RunReport] = (), notes: Sequence[str] = ()
 ) -> Document:
-    """All that the page of a plan shows."""
     for report in reports:
         if report.digest != plan.digest:
             raise FormatError(
                 f"the report of rank {report.rank} is of plan {shorten(report.digest, 40)} and "
                 f"this plan is {plan.digest}: give the reports of a run of this plan"
             )
-    rows, colours = stack_rows(plan), Colours()
+    rows, colours, matrix = stack_rows(plan), Colours(), traffic_matrix(plan, MAX_GROUPS)
     kinds = kinds_of(rows)
-    matrix = traffic_matrix(plan, MAX_GROUPS)
     moves = moves_of([kind[0] for kind in kinds[:MAX_DRAWN]], colours)
     return Document(
         headline(plan, rows),
@@ -108,7 +102,6 @@ def document_of(
         rounds_note=f"{count(plan.num_rounds, 'round')}; a round is one exchange, in which no rank "
         "stages more than the cap.",
         run=run_of(reports),
-        groups=len(rows),
         groups_title="Tensors that move alike",
     )
 
@@ -123,7 +116,7 @@ def _data(
     """What the script of the page works with."""
     number = {id(row): at for at, kind in enumerate(drawn) for row in kind}
     firsts = {id(kind[0]) for kind in drawn}
-    listed, links, groups = _largest(rows)[:MAX_LISTED], [], []
+    listed, links, groups = sorted(rows, key=_by_size)[:MAX_LISTED], [], []
     for kind, move in zip(drawn, moves, strict=True):
         have, want = (side.drawing if side else None for side in (move.have, move.want))
         found = links_of(plan, kind[0].stack, have, want, matrix) if have and want else []
@@ -150,15 +143,14 @@ def _name(row: StackRow) -> str:
     return named_pairs([(clean(have), clean(want)) for have, want in row.stack.names])
 
 
-def _largest(rows: Sequence[StackRow]) -> list[StackRow]:
-    """The stacks, those with the most bytes first."""
-    return sorted(rows, key=lambda row: -row.num_bytes)
+def _by_size(row: StackRow) -> int:
+    return -row.num_bytes
 
 
 def kinds_of(rows: Sequence[StackRow]) -> list[list[StackRow]]:
     """Stacks that differ only in where they are; of each kind, and of all kinds, largest first."""
     kinds: dict[object, list[StackRow]] = {}
-    for row in _largest(rows):
+    for row in sorted(rows, key=_by_size):
         sides = (row.stack.have, row.stack.want)
         key = tuple((s.shape, str(s.layout).partition("|")[0]) for s in sides)
         kinds.setdefault(key, []).append(row)
@@ -166,7 +158,6 @@ def kinds_of(rows: Sequence[StackRow]) -> list[list[StackRow]]:
 
 
 def legend_of(colours: Colours, moves: Sequence[Move], num_kinds: int, num_rows: int) -> str:
-    """How to read the pictures."""
     text = (
         "The numbers in a cell are the ranks that hold it; cells of the same colour and texture "
         "are held by exactly the same ranks."
@@ -182,10 +173,13 @@ def legend_of(colours: Colours, moves: Sequence[Move], num_kinds: int, num_rows:
 
 
 def cards_of(plan: Plan) -> Iterator[Card]:
-    """The large figures of a plan."""
     found = plan.summary()
-    least = _at_least(found.wire_bytes, found.lower_bound_bytes)
-    yield Card("On the wire", format_bytes(found.wire_bytes), least)
+
+    def against(num_bytes: int, least: int | None) -> tuple[str, str]:
+        note = "" if least is None else f"{format_bytes(least)} at least"
+        return format_bytes(num_bytes), "the least possible" if num_bytes == least else note
+
+    yield Card("On the wire", *against(found.wire_bytes, found.lower_bound_bytes))
     yield Card("Messages", f"{found.num_messages:,}", f"in {count(found.num_rounds, 'round')}")
     part = min(found.peak_bytes / plan.memory, 1.0) if plan.memory else None
     cap = f"cap {format_bytes(plan.memory)}"
@@ -199,21 +193,14 @@ def cards_of(plan: Plan) -> Iterator[Card]:
     if found.copied_bytes:
         yield Card("Stays on its rank", format_bytes(found.copied_bytes), "copied in place")
     if found.seconds is not None and found.between_hosts_bytes is not None:
-        least = _at_least(found.between_hosts_bytes, found.between_hosts_lower_bound_bytes)
-        yield Card("Between hosts", format_bytes(found.between_hosts_bytes), least)
+        least = found.between_hosts_lower_bound_bytes
+        yield Card("Between hosts", *against(found.between_hosts_bytes, least))
         marks = link_imbalance(found)
         note = ", ".join([f"bottleneck: {found.bottleneck}", *marks])
         yield Card("Predicted", f"{found.seconds:.3g} s", note, bad=bool(marks))
 
 
-def _at_least(num_bytes: int, least: int | None) -> str:
-    if least is None:
-        return ""
-    return "the least possible" if num_bytes == least else f"{format_bytes(least)} at least"
-
-
 def moves_of(rows: Sequence[StackRow], colours: Colours) -> list[Move]:
-    """Both sides of some stacks, with one colour for each set of ranks."""
     moves = []
     for row in rows:
         stack, dims = row.stack, None
@@ -248,11 +235,10 @@ def _lanes(rows: Sequence[StackRow], num_rounds: int) -> list[Lane]:
     largest = sorted(range(len(rows)), key=lambda i: -rows[i].wire_bytes)[:MAX_LANES]
     lanes = []
     for row in (rows[i] for i in sorted(largest)):
-        left = 100 * row.first_round / num_rounds
-        width = 100 * (row.last_round + 1 - row.first_round) / num_rounds
-        which = f"round{'s' * (row.last_round > row.first_round)} {row.rounds}"
-        note = f"{which}, {format_bytes(row.wire_bytes)}"
-        lanes.append(Lane(_name(row), [LaneBar(round(left, 3), round(width, 3))], note))
+        several = row.last_round - row.first_round
+        left, width = (round(100 * at / num_rounds, 3) for at in (row.first_round, several + 1))
+        note = f"round{'s' * (several > 0)} {row.rounds}, {format_bytes(row.wire_bytes)}"
+        lanes.append(Lane(_name(row), [LaneBar(left, width)], note))
     return lanes
 
 
@@ -260,10 +246,7 @@ def _scale(num_rounds: int) -> list[Tick]:
     """Marks at every quarter or so; the last one is the number of rounds."""
     step = max(-(-num_rounds // 4), 1)
     edges = [edge for edge in range(0, num_rounds, step) if num_rounds - edge > step / 2]
-    return [
-        Tick(round(100 * edge / max(num_rounds, 1), 3), f"{edge:,}")
-        for edge in (*edges, num_rounds)
-    ]
+    return [Tick(round(100 * at / max(num_rounds, 1), 3), f"{at:,}") for at in (*edges, num_rounds)]
 
 
 def run_of(reports: Sequence[RunReport]) -> Run | None:
@@ -337,8 +320,11 @@ or .trace
         )
     if reports and path.suffix != ".html":
         raise FormatError(f'"{path}" cannot hold run reports: only an .html page shows them')
-    if path.suffix == ".json":
-        text = plan.to_json(indent=1)
-    else:
-        text = render(plan, reports=reports) if path.suffix == ".html" else to_trace(plan)
+    match path.suffix:
+        case ".json":
+            text = plan.to_json(indent=1)
+        case ".html":
+            text = render(plan, reports=reports)
+        case _:
+            text = to_trace(plan)
     path.write_text(text, encoding="utf-8")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from itertools import product
+from itertools import accumulate, pairwise, product
 from math import prod
 
 import torch
@@ -22,7 +22,6 @@ from reshard.errors import LayoutError
 from reshard.layout.box import Box, Interval, length_of
 from reshard.layout.columns import SizedCache
 from reshard.layout.layout import BoxLayout, Layout
-from reshard.layout.mesh import Mesh
 from reshard.layout.words import held
 from reshard.tensors.dtensor.placements import Placed, check_placements
 
@@ -56,7 +55,6 @@ class BoxMove:
 
     @property
     def whole(self) -> tuple[int, ...]:
-        """The shape of the moved tensor: all addends, stacked along a first dim."""
         sizes = tuple(self.have.mesh.axes.values())
         return prod(sizes[at] for at in _pending(self.have)), *self.shape
 
@@ -85,16 +83,15 @@ class BoxMove:
         return have, want
 
     @cached_property
-    def layouts(self) -> tuple[Layout, Layout]:
+    def layouts(self) -> tuple[BoxLayout, BoxLayout]:
         """The layouts of source and destination, as boxes."""
-        mesh, pending, kept = self.have.mesh, _pending(self.have), _pending(self.want)
-        numbers = {rank: _addend(mesh, rank, pending) for rank in mesh.ranks}
-        results = {rank: _addend(mesh, rank, kept) for rank in mesh.ranks}
+        ranks = self.have.mesh.ranks
+        numbers, results = ({r: _addend(one, r) for r in ranks} for one in (self.have, self.want))
         addends: dict[int, set[int]] = {}
-        for rank in mesh.ranks:
+        for rank in ranks:
             addends.setdefault(results[rank], set()).add(numbers[rank])
         have, want = {}, {}
-        for rank in mesh.ranks:
+        for rank in ranks:
             mine = sorted(addends[results[rank]])
             have[rank] = self._boxes(self.have, rank, self.held[0][rank], [numbers[rank]])
             want[rank] = self._boxes(self.want, rank, self.held[1][rank], mine)
@@ -113,7 +110,6 @@ class BoxMove:
         return tuple(_box(((at, at + 1), *box)) for at in addends for box in product(*dims))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of a rank's source."""
         return tuple(map(length_of, self.held[0][rank]))
 
     def join(self, local: torch.Tensor, rank: int) -> torch.Tensor | None:
@@ -132,12 +128,10 @@ class BoxMove:
         if found is None or not made.numel():
             return made  # type: ignore[no-any-return]
         boxes = [*map(_box, product(*dims))]
-        rows = found.reshape(-1, sum(box.size for box in boxes))
-        reduced = _reduced(rows, self.op).to(dtype)
-        at = 0
-        for slices, box in zip(_places(dims), boxes, strict=True):
-            made[slices] = reduced[at : at + box.size].view(box.shape)
-            at += box.size
+        sizes = [box.size for box in boxes]
+        parts = _reduced(found.reshape(-1, sum(sizes)), self.op).to(dtype).split_with_sizes(sizes)
+        for slices, box, part in zip(_places(dims), boxes, parts, strict=True):
+            made[slices] = part.view(box.shape)
         return made  # type: ignore[no-any-return]
 
 
@@ -150,22 +144,20 @@ def box_move(have: Placed, want: Placed, shape: tuple[int, ...]) -> BoxMove:
     if kept is not None:
         return kept
     move = BoxMove(have, want, shape)
-    boxes = (one.boxes for one in move.layouts if isinstance(one, BoxLayout))
-    count = sum(len(listed) for by_rank in boxes for listed in by_rank.values())
+    count = sum(len(boxes) for one in move.layouts for boxes in one.boxes.values())
     return _kept.put((have, want, shape), move, BOX_BYTES * (1 + count))
 
 
 def _pending(placed: Placed) -> list[int]:
-    """The mesh dims along which a reduction is pending."""
     return [at for at, one in enumerate(placed.placements) if one.is_partial()]
 
 
-def _addend(mesh: Mesh, rank: int, axes: Sequence[int]) -> int:
-    """The index of a rank's addend among all addends along some mesh dims."""
-    sizes, place = tuple(mesh.axes.values()), tuple(mesh.coords(rank).values())
-    number = 0
-    for at in axes:
-        number = number * sizes[at] + place[at]
+def _addend(placed: Placed, rank: int) -> int:
+    """The index of a rank's addend among all that are pending."""
+    sizes, place = placed.mesh.axes.values(), placed.mesh.coords(rank).values()
+    number, both = 0, tuple(zip(sizes, place, strict=True))
+    for size, at in (both[axis] for axis in _pending(placed)):
+        number = number * size + at
     return number
 
 
@@ -184,14 +176,8 @@ def _box(intervals: Intervals) -> Box:
 
 def _places(dims: Dims) -> Iterator[Slices]:
     """The position of each box in the local tensor."""
-    starts: list[list[slice]] = []
-    for intervals in dims:
-        at, found = 0, []
-        for start, stop in intervals:
-            found.append(slice(at, at + stop - start))
-            at += stop - start
-        starts.append(found)
-    yield from product(*starts)
+    ends = ([0, *accumulate(stop - start for start, stop in intervals)] for intervals in dims)
+    return product(*([slice(*pair) for pair in pairwise(one)] for one in ends))
 
 
 def _reduced(rows: torch.Tensor, op: str) -> torch.Tensor:

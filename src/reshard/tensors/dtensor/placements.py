@@ -51,15 +51,12 @@ def mesh_of(device_mesh: DeviceMesh, rank: int | None = None) -> Mesh:
     known = _known.get(device_mesh)
     # Sub-meshes of different ranks compare equal, so the rank counts as well.
     if known is None or known[0] != rank:
-        known = _known[device_mesh] = rank, _read(device_mesh)
+        places = device_mesh.mesh
+        names = axis_names(device_mesh.mesh_dim_names, places.ndim)
+        axes = dict(zip(names, places.shape, strict=True))
+        mesh = Mesh(ranks=places.flatten().tolist(), **axes)
+        known = _known[device_mesh] = rank, mesh
     return known[1]
-
-
-def _read(device_mesh: DeviceMesh) -> Mesh:
-    places = device_mesh.mesh
-    names = axis_names(device_mesh.mesh_dim_names, places.ndim)
-    axes = dict(zip(names, places.shape, strict=True))
-    return Mesh(ranks=places.flatten().tolist(), **axes)
 
 
 def axis_names(names: Sequence[str] | None, num_axes: int) -> tuple[str, ...]:
@@ -82,7 +79,6 @@ def axis_names(names: Sequence[str] | None, num_axes: int) -> tuple[str, ...]:
 
 
 OPS = {"sum": "sum", "avg": "avg", "max": "max", "min": "min", "product": "prod"}
-"""The names of reductions in torch and in the notation."""
 
 ShardOrder = tuple[tuple[int, tuple[int, ...]], ...] | None
 """DTensor's own shard order, where it has one."""
@@ -97,7 +93,6 @@ MAX_PARTS = 1 << 16
 def layout_from(
     device_mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> Layout:
-    """The layout of a tensor of this shape with these placements on a mesh."""
     sizes = tuple(map(index, shape))
     check_shape(sizes)
     return Placed(mesh_of(device_mesh), positive_dims(placements, sizes)).layout(sizes)
@@ -105,15 +100,15 @@ def layout_from(
 
 def positive_dims(placements: Sequence[Placement], shape: Sequence[int]) -> tuple[Placement, ...]:
     """The placements with dims counted from the front."""
-    return tuple(_from_front(placement, len(shape)) for placement in placements)
-
-
-def _from_front(placement: Placement, num_dims: int) -> Placement:
-    if isinstance(placement, _StridedShard) and placement.dim < 0:
-        return _StridedShard(placement.dim + num_dims, split_factor=placement.split_factor)
-    if isinstance(placement, Shard) and placement.dim < 0:
-        return Shard(placement.dim + num_dims)
-    return placement
+    found: list[Placement] = []
+    for placement in placements:
+        if isinstance(placement, _StridedShard) and placement.dim < 0:
+            factor = placement.split_factor
+            placement = _StridedShard(placement.dim + len(shape), split_factor=factor)
+        elif isinstance(placement, Shard) and placement.dim < 0:
+            placement = Shard(placement.dim + len(shape))
+        found.append(placement)
+    return tuple(found)
 
 
 class Placed(NamedTuple):
@@ -122,12 +117,10 @@ class Placed(NamedTuple):
     mesh: Mesh
     placements: tuple[Placement, ...]
     order: ShardOrder = None
-    """DTensor's own shard order, where it has one."""
     nested: bool = True
     """Whether strided shards are an order of nesting; if not, they shard from left to right."""
 
     def layout(self, shape: tuple[int, ...]) -> Layout:
-        """The layout of a tensor of this shape."""
         layout = nested_layout(self, shape)
         if layout is None:
             # Not cached: it may list many parts.
@@ -188,11 +181,6 @@ def _layout(mesh: Mesh, words: Words) -> Layout:
     return Layout(mesh, words)
 
 
-def _words(placed: Placed, dims: Sequence[Cuts]) -> Words:
-    reduction = _reduction(placed.mesh, placed.placements)
-    return Words(tuple(dims), None if dims else 0, reduce=reduction)
-
-
 def check_placements(mesh: Mesh, placements: Sequence[Placement], shape: Sequence[int]) -> None:
     """Refuse placements that a mesh or a shape cannot have, and reductions of other kinds."""
     if len(placements) != len(mesh.axes):
@@ -215,18 +203,18 @@ def check_placements(mesh: Mesh, placements: Sequence[Placement], shape: Sequenc
             )
 
 
-def _reduction(mesh: Mesh, placements: Sequence[Placement]) -> tuple[str, tuple[str, ...]] | None:
-    pairs = zip(mesh.axes, placements, strict=True)
-    partial = [(axis, p.reduce_op) for axis, p in pairs if isinstance(p, Partial)]
-    if not partial:
-        return None
-    ops = sorted({op for _, op in partial})
-    if len(ops) > 1 or ops[0] not in OPS:
+def _words(placed: Placed, dims: Sequence[Cuts]) -> Words:
+    pairs = zip(placed.mesh.axes, placed.placements, strict=True)
+    partial = {axis: one.reduce_op for axis, one in pairs if isinstance(one, Partial)}
+    ops = sorted(set(partial.values()))
+    if len(ops) > 1 or not OPS.keys() >= set(ops):
         raise LayoutError(
-            f"placements {list(placements)} on mesh {mesh} are pending {' and '.join(ops)}: "
-            f"one of {' '.join(OPS)} can be moved; redistribute the others first"
+            f"placements {list(placed.placements)} on mesh {placed.mesh} are pending "
+            f"{' and '.join(ops)}: one of {' '.join(OPS)} can be moved; redistribute the others "
+            "first"
         )
-    return OPS[ops[0]], tuple(axis for axis, _ in partial)
+    reduction = (OPS[ops[0]], tuple(partial)) if ops else None
+    return Words(tuple(dims), None if dims else 0, reduce=reduction)
 
 
 def shard_order(
@@ -343,12 +331,8 @@ def _placed(
     for dim, axes in order.items():
         for number, at in enumerate(axes):
             factor = prod(sizes[earlier] for earlier in axes[:number] if earlier > at)
-            placements[at] = _shard(dim, factor)
+            placements[at] = Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
     return tuple(placements)
-
-
-def _shard(dim: int, factor: int) -> Placement:
-    return Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
 
 
 def _as_spelled(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> tuple[Placement, ...] | None:
@@ -363,7 +347,7 @@ def _as_spelled(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> tuple[Pla
         for axis, factor in _factors(cuts, layout.mesh, shape[dim]):
             order.setdefault(dim, []).append(at[axis])
             if factor > 1:
-                strided[at[axis]] = _shard(dim, factor)
+                strided[at[axis]] = _StridedShard(dim, split_factor=factor)
     op, axes = layout.reduce or (None, ())
     placed = _placed(mesh, order, [at[axis] for axis in axes], op)
     return tuple(strided.get(number, one) for number, one in enumerate(placed))

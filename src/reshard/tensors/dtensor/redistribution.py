@@ -11,7 +11,7 @@ between them, are cached, so that a repeated move costs one look-up besides the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,12 +22,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from reshard.dtypes import canonical_dtype
-from reshard.errors import LayoutError, TensorError
+from reshard.errors import LayoutError
 from reshard.live.api import skip_exchange
 from reshard.live.failure.cleanup import with_ticket
 from reshard.live.session.session import Ticket
 from reshard.planning.plans import ONE
-from reshard.tensors.autograd import gradient_options
+from reshard.tensors.autograd import depend_on, gradient_options
 from reshard.tensors.dtensor.boxes import BoxMove, box_move
 from reshard.tensors.dtensor.placements import OPS, Placed, layout_from, mesh_of, positive_dims
 from reshard.tensors.dtensor.reductions import LocalWork, work_for
@@ -95,46 +95,23 @@ class Redistribution:
         usual = self.reading == NESTED or not strided
         return self.work is None and self.boxes is None and self.sent is None and usual
 
-    def check_into(self) -> None:
-        """Refuse ``into`` where the result is computed from what was moved."""
-        if not self.is_plain:
-            raise TensorError(
-                f"to {list(self.target[1])} the result is computed from what was moved: leave out "
-                "into="
-            )
-
     def run(
         self, ticket: Ticket, tensor: DTensor, into: torch.Tensor | None, grad: bool
     ) -> DTensor:
-        """Move the values."""
-        if not self.is_plain:
-            return self._run_with_work(ticket, tensor, grad)
-        moved = self._move(ticket, dtensor_local(tensor), into, grad)
-        kind, stride = getattr(torch, self.move.cast), tensor.stride()
-        return dtensor_of(moved, *self.target, self.move.shape, stride=stride, dtype=kind)
-
-    def _move(
-        self,
-        ticket: Ticket,
-        local: torch.Tensor | None,
-        into: torch.Tensor | None,
-        grad: bool,
-    ) -> torch.Tensor | None:
-        options = self.settings.options
-        unmoved = self.move.unmoved(ticket, local, options) if into is None else None
-        if unmoved is not None:
-            return unmoved
-        device = self.target[0].device_type
-        return self.move.call(ticket, local, into, device, grad, options).run().get(ONE)
-
-    def _run_with_work(self, ticket: Ticket, tensor: DTensor, grad: bool) -> DTensor:
-        mesh = self.target[0]
-        kind: torch.dtype = getattr(torch, self.result or self.move.cast)
+        if self.is_plain:
+            moved = self._move(ticket, dtensor_local(tensor), into, grad)
+            kind, stride = getattr(torch, self.move.cast), tensor.stride()
+            return dtensor_of(moved, *self.target, self.move.shape, stride=stride, dtype=kind)
+        mesh, kind = self.target[0], getattr(torch, self.result or self.move.cast)
         if mesh.get_coordinate() is None:
             self._move(ticket, None, None, grad)
             empty = torch.empty(0, dtype=kind, device="cpu")
             return dtensor_with(empty, self.target, tensor, self.reading)
-        local = dtensor_local(tensor, self._local_shape())
+        if self.boxes is not None:
+            expected = self.boxes.local_shape(this_rank())
+        else:
+            expected = self.move.have.local_shape(this_rank(), self.move.shape)
+        local = dtensor_local(tensor, expected)
         if local is not None and self.sent is not None:
             local = local.to(self.sent)
         if local is not None and self.work is not None:
@@ -144,10 +121,15 @@ class Redistribution:
             moved = self.work.after(moved, mesh, kind)
         return dtensor_with(moved.to(kind), self.target, tensor, self.reading)
 
-    def _local_shape(self) -> tuple[int, ...]:
-        if self.boxes is not None:
-            return self.boxes.local_shape(this_rank())
-        return self.move.have.local_shape(this_rank(), self.move.shape)
+    def _move(
+        self, ticket: Ticket, local: torch.Tensor | None, into: torch.Tensor | None, grad: bool
+    ) -> torch.Tensor | None:
+        options = self.settings.options
+        unmoved = self.move.unmoved(ticket, local, options) if into is None else None
+        if unmoved is not None:
+            return unmoved
+        device = self.target[0].device_type
+        return self.move.call(ticket, local, into, device, grad, options).run().get(ONE)
 
     def _move_local(self, ticket: Ticket, local: torch.Tensor | None, grad: bool) -> torch.Tensor:
         rank, move, device = this_rank(), self.move, self.target[0].device_type
@@ -214,9 +196,9 @@ def is_special(tensor: DTensor, target: Sequence[Any]) -> bool:
     pending = [one for one in both if isinstance(one, Partial)]
     if not pending:
         return False
-    sizes, placed = tuple(tensor.device_mesh.shape), positive_dims(placements, tensor.shape)
     if any(one.reduce_op not in OPS for one in pending):
         return True
+    sizes, placed = tuple(tensor.device_mesh.shape), positive_dims(placements, tensor.shape)
     return work_for(sizes, tensor.placements, placed, tensor.dtype) is not None
 
 
@@ -238,8 +220,19 @@ def redistribute(
     if grad:
         how.move.check_differentiable(into is not None, dtensors=True)
     moved = how.run(ticket, tensor, into, grad)
+    if not grad:
+        return moved
+    placements, dtype, reading = tensor.placements, tensor.dtype, reading_of(tensor._spec)
+
+    def back(gradient: DTensor) -> Any:
+        kept = tuple(
+            placement if not placement.is_partial() or current == placement else Replicate()
+            for placement, current in zip(placements, gradient.placements, strict=True)
+        )
+        return _redistribute_back(gradient, (how.target[0], kept), how.settings, dtype, reading)
+
     # In a list, so that autograd does not take it for an input that is passed through.
-    return _redistribute(tensor, [moved], how) if grad else moved
+    return depend_on(tensor, [moved], back)
 
 
 def _redistribute_back(
@@ -260,27 +253,6 @@ def _redistribute_back(
     return with_ticket(settings.group, lambda: mesh_of(target[0]).ranks, move)
 
 
-class _Redistribute(torch.autograd.Function):
-    """Makes the result of a redistribution depend on its source."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: DTensor, moved: list[DTensor], how: Redistribution) -> DTensor:
-        ctx.how, ctx.placements, ctx.dtype = how, tensor.placements, tensor.dtype
-        ctx.reading = reading_of(tensor._spec)
-        return moved[0]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None, None]:
-        gradient, mesh = gradients[0], ctx.how.target[0]
-        kept = tuple(
-            placement if not placement.is_partial() or current == placement else Replicate()
-            for placement, current in zip(ctx.placements, gradient.placements, strict=True)
-        )
-        settings = ctx.how.settings
-        back = _redistribute_back(gradient, (mesh, kept), settings, ctx.dtype, ctx.reading)
-        return back, None, None
-
-
 def wrap_moved(
     local: torch.Tensor | None, how: Redistribution, stride: Sequence[int] | None
 ) -> DTensor:
@@ -290,31 +262,17 @@ def wrap_moved(
         return dtensor_of(local, *target, shape, stride=stride, dtype=kind)
     part = None if target[0].get_coordinate() is None else local.detach()
     wrapped = dtensor_of(part, *target, shape, stride=stride, dtype=kind)
-    result: DTensor = _wrap(local, [wrapped], how)
-    return result
 
-
-class _Wrap(torch.autograd.Function):
-    """Makes a DTensor depend on the local tensor of a move from another mesh."""
-
-    @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, made: list[DTensor], how: Redistribution) -> DTensor:
-        ctx.how = how
-        return made[0]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None, None]:
+    def back(gradient: Any) -> Any:
         # Ranks outside the mesh do not know the placements of the gradient: it gets the result's.
-        gradient, (mesh, placements) = gradients[0], ctx.how.target
-        kept = gradient_placements(placements)
+        kept = gradient_placements(target[1])
         if gradient.placements != kept:
-            settings = ctx.how.settings
-            gradient = _redistribute_back(gradient, (mesh, kept), settings, gradient.dtype)
-        return gradient.to_local(grad_placements=kept), None, None
+            pair = target[0], kept
+            gradient = _redistribute_back(gradient, pair, how.settings, gradient.dtype)
+        return gradient.to_local(grad_placements=kept)
 
-
-_redistribute: Callable[..., Any] = _Redistribute.apply
-_wrap: Callable[..., Any] = _Wrap.apply
+    result: DTensor = depend_on(local, [wrapped], back)
+    return result
 
 
 MAX_REPEATED = 1024
@@ -335,7 +293,6 @@ class _Repeated(NamedTuple):
     local_shape: torch.Size
     is_unmoved: bool
     fields: SpecFields
-    """The spec of the result."""
 
 
 _repeated: weakref.WeakKeyDictionary[
@@ -375,25 +332,23 @@ def repeat(ticket: Ticket, tensor: DTensor, target: OnMesh) -> DTensor | None:
 
 def remember(tensor: DTensor, how: Redistribution, moved: DTensor) -> None:
     """Cache a move with default settings that was just made."""
-    spec, move, settings = tensor._spec, how.move, how.settings
-    shape, result = tensor._local_tensor.shape, moved._local_tensor.shape
-    if move.cast != move.dtype or move.memory != USUAL_MEMORY:
-        return
-    if settings.group is not None or settings.options:
+    spec, move, (mesh, placements) = tensor._spec, how.move, how.target
+    shape, settings = tensor._local_tensor.shape, how.settings
+    is_default = move.cast == move.dtype and move.memory == USUAL_MEMORY
+    if not is_default or settings.group is not None or settings.options:
         return
     # Strided shards are read in several ways, and empty local tensors may have several shapes.
-    both = (*tensor.placements, *how.target[1])
+    both = (*tensor.placements, *placements)
     if any(isinstance(one, _StridedShard) for one in both) or not shape.numel():
         return
     is_unmoved = move.unmoved_local(tensor._local_tensor) is not None
-    if is_unmoved and shape != result:
+    if is_unmoved and shape != moved._local_tensor.shape:
         return
     known = _repeated.setdefault(spec.mesh, {})
     if len(known) >= MAX_REPEATED:
         known.clear()
-    have, want = weakref.ref(spec.mesh), weakref.ref(how.target[0])
-    fields = fields_of(moved._spec)
     source = (spec.placements, spec.tensor_meta, spec.shard_order)
-    known[hash(spec), tuple(how.target[1])] = _Repeated(
+    have, want, fields = weakref.ref(spec.mesh), weakref.ref(mesh), fields_of(moved._spec)
+    known[hash(spec), tuple(placements)] = _Repeated(
         source, have, want, weakref.ref(move), shape, is_unmoved, fields
     )

@@ -50,17 +50,15 @@ class LocalWork:
     shares: tuple[tuple[int, Any], ...] = ()
     """The mesh dims along which the result becomes addends, and their ``Partial``s."""
 
-    @property
-    def needs_wide(self) -> bool:
-        """Whether sums are divided or rooted after the move, and must not be rounded before."""
-        return self.norm is not None or self.divisor > 1
-
     def dtypes(self, dtype: str, cast: str) -> tuple[str, str]:
-        """The dtypes that are moved, for a source and a destination of these."""
-        if not self.needs_wide:
-            return dtype, cast
+        """The dtypes that are moved, for a source and a destination of these.
+
+        Sums that are divided or rooted after the move are not rounded before.
+        """
         if self.norm is not None:
             return _wide(dtype), _wide(dtype)
+        if self.divisor == 1:
+            return dtype, cast
         if not _is_inexact(dtype):
             raise LayoutError(
                 f"sums and averages of {dtype} at once, {list(self.have)}: integers are not "
@@ -88,7 +86,6 @@ class LocalWork:
     def after(
         self, moved: torch.Tensor, device_mesh: DeviceMesh, dtype: torch.dtype
     ) -> torch.Tensor:
-        """The local tensor of the result."""
         if self.divisor > 1:
             # By a tensor: by a number a GPU multiplies with its rounded inverse.
             moved = moved / torch.full((), self.divisor, dtype=moved.dtype, device=moved.device)
@@ -117,10 +114,15 @@ def work_for(
     plain = all(type(one) is Partial for one in (*have, *want) if one.is_partial())
     if plain and not shares and len(kinds) < 2:
         return None
-    _check_kinds(have, kinds)
+    if len(kinds) > 1 and not kinds <= _LINEAR:
+        raise LayoutError(
+            f"placements {list(have)} are pending {' and '.join(sorted(kinds))}: which of them is "
+            "done first makes a difference; reduce one of them before the other comes up"
+        )
     _check_masks(have, want, kept)
     _check_shares(want, divided, dtype)
-    op = _one_word({_kind(have[at]) for at in reduced} if len(kinds) < 2 else kinds)
+    words = {_kind(have[at]) for at in reduced} if len(kinds) < 2 else kinds
+    op = words.pop() if len(words) == 1 and "norm" not in min(words) else "sum"
     simple = [
         (Partial(op) if at in kept or at in reduced else _reduce(old), _reduce(new))
         for at, (_, old, new) in enumerate(pairs)
@@ -147,25 +149,12 @@ def _kind(placement: Any) -> str:
     return str(placement.reduce_op) if norm is None else f"{norm}-norm"
 
 
-def _one_word(kinds: set[str]) -> str:
-    """The reduction of the simpler placements."""
-    if len(kinds) == 1 and "norm" not in next(iter(kinds)):
-        return next(iter(kinds))
-    return "sum"
-
-
-def _check_kinds(have: Placements, kinds: set[str]) -> None:
-    if len(kinds) > 1 and not kinds <= _LINEAR:
-        raise LayoutError(
-            f"placements {list(have)} are pending {' and '.join(sorted(kinds))}: which of them is "
-            "done first makes a difference; reduce one of them before the other comes up"
-        )
-
-
 def _check_masks(have: Placements, want: Placements, kept: Sequence[int]) -> None:
     """Refuse a mask that stays pending while its rows move to other ranks."""
-    for mask in (have[at] for at in kept if hasattr(have[at], "mask_buffer")):
-        rows = _rows_of(mask)
+    masks: list[Any] = [have[at] for at in kept if hasattr(have[at], "mask_buffer")]
+    for mask in masks:
+        data = mask.mask_buffer.data
+        rows = 1 << 30 if data is None else int(data.ndim)  # leading dims that the mask covers
         for old, new in zip(have, want, strict=True):
             if old != new and any(getattr(one, "dim", rows) < rows for one in (old, new)):
                 raise LayoutError(
@@ -173,12 +162,6 @@ def _check_masks(have: Placements, want: Placements, kept: Sequence[int]) -> Non
                     f"of {mask!r} belongs in another way: reduce it in the same call, to "
                     "Replicate() or Shard"
                 )
-
-
-def _rows_of(mask: Any) -> int:
-    """How many leading dims of the tensor a mask covers."""
-    data = mask.mask_buffer.data
-    return 1 << 30 if data is None else int(data.ndim)
 
 
 def _check_shares(want: Placements, axes: Sequence[int], dtype: torch.dtype) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -36,11 +37,9 @@ Reading = tuple[ShardOrder, bool]
 """A shard order, if there is one, and whether strided shards are an order of nesting."""
 
 MAX_SPECS = 256
-"""Specs that are kept per mesh."""
 
 
 def dtensor_layout(tensor: DTensor) -> Layout:
-    """The layout of a DTensor, if its local tensor has the shape that its placements give it."""
     layout, expected = expected_of(tensor, tensor._spec.placements)
     check_shape_of(tensor, expected, f'layout "{layout}"')
     return layout
@@ -66,7 +65,12 @@ def check_shape_of(tensor: DTensor, expected: tuple[int, ...] | None, by: str) -
     local = tensor._local_tensor
     # FSDP2 has empty local tensors of shape (0, 0) where placements give (3, 0); both are empty.
     if expected is not None and local.shape != expected and (local.numel() or 0 not in expected):
-        raise LayoutError(_differs(tensor, by, expected))
+        held, shape, mesh = tuple(local.shape), tuple(tensor.shape), mesh_of(tensor.device_mesh)
+        raise LayoutError(
+            f"rank {this_rank()} holds a local tensor of shape {held} and placements "
+            f"{list(tensor.placements)} on mesh {mesh} give it {expected} of the tensor {shape}, "
+            f"as {by}: {_advice(tensor, held)}"
+        )
 
 
 def _expected(
@@ -93,27 +97,15 @@ def _expected_if_nested(
     return layout, None if placed.mesh.index(rank) is None else layout.local_shape(rank, shape)
 
 
-def _differs(tensor: DTensor, by: str, expected: tuple[int, ...]) -> str:
-    """The message about a local tensor that its placements do not explain."""
-    held = tuple(tensor._local_tensor.shape)
-    return (
-        f"rank {this_rank()} holds a local tensor of shape {held} and placements "
-        f"{list(tensor.placements)} on mesh {mesh_of(tensor.device_mesh)} give it {expected} of "
-        f"the tensor {tuple(tensor.shape)}, as {by}: {_advice(tensor, held)}"
-    )
-
-
 def _advice(tensor: DTensor, held: tuple[int, ...]) -> str:
     shape, mesh = tuple(tensor.shape), mesh_of(tensor.device_mesh)
-    try:
+    with suppress(LayoutError):
         other = Placed(mesh, tensor.placements, nested=False).layout(shape)
-    except LayoutError:
-        other = None
-    if other is not None and other.local_shape(this_rank(), shape) == held:
-        return (
-            f'it has the shape that "{other}" gives, which is how distribute_tensor shards a '
-            "_StridedShard: move the local tensor with that layout"
-        )
+        if other.local_shape(this_rank(), shape) == held:
+            return (
+                f'it has the shape that "{other}" gives, which is how distribute_tensor shards a '
+                "_StridedShard: move the local tensor with that layout"
+            )
     return (
         "DTensor has no placements for these sizes; move the local tensor with the layout it has, "
         'such as "tp[2,3,4,5] -"'
@@ -127,9 +119,14 @@ def dtensor_local(tensor: DTensor, expected: tuple[int, ...] | None = None) -> t
     """
     if tensor.device_mesh.get_coordinate() is None:
         return None
-    local = wait_ready(tensor._local_tensor)
+    return _shaped(tensor, wait_ready(tensor._local_tensor), expected)
+
+
+def _shaped(
+    tensor: DTensor, local: torch.Tensor, expected: tuple[int, ...] | None = None
+) -> torch.Tensor:
     if local.numel():
-        return local
+        return local  # the shape of an empty one may differ from the layout's
     if expected is None:
         expected = dtensor_layout(tensor).local_shape(this_rank(), tuple(tensor.shape))
     return local.reshape(expected)
@@ -145,12 +142,7 @@ def differentiable_local(tensor: DTensor) -> torch.Tensor | None:
     if tensor.device_mesh.get_coordinate() is None:
         return None
     placements = gradient_placements(tensor.placements)
-    local = wait_ready(tensor.to_local(grad_placements=placements))
-    if local.numel():
-        return local
-    # The shape of an empty local tensor may differ from the layout's.
-    expected = dtensor_layout(tensor).local_shape(this_rank(), tuple(tensor.shape))
-    return local.reshape(expected)
+    return _shaped(tensor, wait_ready(tensor.to_local(grad_placements=placements)))
 
 
 def dtensor_of(
@@ -203,7 +195,6 @@ _specs: WeakKeyDictionary[DeviceMesh, dict[tuple[object, ...], SpecFields]] = We
 
 
 def fields_of(spec: DTensorSpec) -> SpecFields:
-    """The fields of a spec, to make the same spec again."""
     return {name: value for name, value in spec.__dict__.items() if name != "mesh"}
 
 
@@ -242,7 +233,17 @@ def _part(
     """The local tensor if it fits; an empty one on a rank that holds nothing."""
     shape = (0,) if expected is None else expected
     if local is not None and expected is not None:
-        _check_local(local, expected, layout, device_mesh)
+        if tuple(local.shape) != expected:
+            raise TensorError(
+                f"rank {this_rank()} gives a local tensor of shape {tuple(local.shape)} and layout "
+                f'"{layout}" on mesh {layout.mesh} gives it {expected}: give one of that shape'
+            )
+        # from_local would copy to the other device silently.
+        if local.device.type != device_mesh.device_type:
+            raise TensorError(
+                f"rank {this_rank()} gives a local tensor on {local.device} for a mesh of "
+                f"{device_mesh.device_type}: move it to {device_mesh.device_type} first"
+            )
         return local
     kind = dtype if local is None else local.dtype
     if kind is None or 0 not in shape:
@@ -251,19 +252,3 @@ def _part(
             f"{layout.mesh} gives it {shape}: give its part, or dtype= where it has none"
         )
     return torch.empty(shape, dtype=kind, device=device_mesh.device_type)
-
-
-def _check_local(
-    local: torch.Tensor, expected: tuple[int, ...], layout: Layout, device_mesh: DeviceMesh
-) -> None:
-    if tuple(local.shape) != expected:
-        raise TensorError(
-            f"rank {this_rank()} gives a local tensor of shape {tuple(local.shape)} and layout "
-            f'"{layout}" on mesh {layout.mesh} gives it {expected}: give one of that shape'
-        )
-    # from_local would copy to the other device silently.
-    if local.device.type != device_mesh.device_type:
-        raise TensorError(
-            f"rank {this_rank()} gives a local tensor on {local.device} for a mesh of "
-            f"{device_mesh.device_type}: move it to {device_mesh.device_type} first"
-        )
