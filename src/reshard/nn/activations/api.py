@@ -144,11 +144,7 @@ class ReshardedForward:
         method: Any = self.__wrapped__
         if hasattr(method, "__self__"):
             return getattr, (method.__self__, method.__name__)
-        return _itself, (method,)
-
-
-def _itself(method: Any) -> Any:
-    return method
+        return copy.copy, (method,)  # a function, of which a copy is the function itself
 
 
 def resharding_of(module: nn.Module) -> Resharding:
@@ -240,7 +236,7 @@ def pack_activation(
 def unpack_activation(mesh_or_group: MeshOrGroup, dim: int, packed: Any) -> torch.Tensor:
     """Restore a tensor on all ranks; a DTensor that is sharded over the ranks is replicated."""
     if isinstance(packed, SavedView | SavedTensor):
-        return packed.tensor()
+        return packed()
     if isinstance(packed, DTensor):
         axis = mesh_axis(packed.device_mesh, restorer_of(_process_group(mesh_or_group)).ranks)
         if axis is None:
