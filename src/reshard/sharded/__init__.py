@@ -48,12 +48,7 @@ from reshard.sharded.api import (
 from reshard.sharded.files.pickles import load_files, rebuild_sharded_tensor
 from reshard.sharded.files.torch_checkpoint import pre_load_state_dict_hook, state_dict_hook
 from reshard.sharded.groups import current_process_group, load_with_process_group
-from reshard.sharded.metadata import (
-    Shard,
-    ShardedTensorMetadata,
-    ShardMetadata,
-    TensorProperties,
-)
+from reshard.sharded.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from reshard.sharded.ops.functions import (
     allclose,
     custom_sharded_op_impl,

@@ -252,14 +252,12 @@ def reshard_local_shard(
     pg: dist.ProcessGroup | None = None,
 ) -> tuple[list[Shard], list[ShardMetadata]]:
     """This rank's shards under another spec, and all metadata; gradients flow back."""
-    properties = TensorProperties(local_tensor.dtype)
-    content = content_for(sharding_spec, st_size, properties, pg)
+    content = content_for(sharding_spec, st_size, TensorProperties(local_tensor.dtype), pg)
     moved = cast(ShardedTensor, from_parts(content, local_tensor)).resharded(resharding_spec)
-    target = content_for(resharding_spec, st_size, properties, pg)
     shards = moved.local_shards()
     if len(moved._content.parts) == 1:
         shards = [Shard(moved.local_tensor(), moved._content.shards[0].metadata)]
-    return shards, list(target.shards_metadata)
+    return shards, list(moved._content.shards_metadata)
 
 
 def reshuffle_local_shard(

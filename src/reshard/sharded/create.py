@@ -15,16 +15,9 @@ from reshard.layout.layout import Layout
 from reshard.live.inputs.bound import with_index
 from reshard.sharded.content import Content
 from reshard.sharded.groups import Group, check_members, check_rpc, default_device_of
-from reshard.sharded.metadata import (
-    Shard,
-    ShardedTensorMetadata,
-    ShardMetadata,
-    TensorProperties,
-    check_disjoint,
-    check_tensor,
-)
-from reshard.sharded.specs import LayoutShardingSpec, ShardingSpec, layout_of_shards
-from reshard.sharded.splits import ChunkShardingSpec, infer_sharding_spec
+from reshard.sharded.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
+from reshard.sharded.specs import LayoutShardingSpec, ShardingSpec
+from reshard.sharded.splits import ChunkShardingSpec, EnumerableShardingSpec, infer_sharding_spec
 from reshard.tensors.agreement import Agreement
 from reshard.tensors.kinds import this_rank
 from reshard.text import quoted
@@ -72,9 +65,7 @@ def content_of_shards(
     spec: ShardingSpec | None = None,
 ) -> Content:
     """The content of a rank that has these parts; refuses shards that are not all of a tensor."""
-    check_disjoint(shards)
-    check_tensor(shards, shape)
-    layout: Layout = layout_of_shards(shape, shards)
+    layout = EnumerableShardingSpec(shards).layout(shape)
     known = spec or infer_sharding_spec(shards)
     if not dist.is_initialized() and len(parts) == len(shards):
         layout = Layout.from_boxes(shape, {this_rank(): [shard.box for shard in shards]})

@@ -13,13 +13,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.dtypes import canonical_dtype
-from reshard.errors import (
-    ArgumentError,
-    CoverageError,
-    OperationError,
-    TensorError,
-    require_type,
-)
+from reshard.errors import ArgumentError, CoverageError, OperationError, TensorError, require_type
 from reshard.layout.box import Box
 from reshard.layout.columns import SizedCache
 from reshard.layout.coverage import missing_boxes

@@ -36,7 +36,7 @@ from reshard.sharded.groups import (
     is_outside,
     members,
 )
-from reshard.sharded.metadata import ShardMetadata, check_disjoint, check_tensor
+from reshard.sharded.metadata import ShardMetadata, check_tensor
 from reshard.sharded.specs import layout_of_shards
 from reshard.sharded.splits import infer_sharding_spec
 from reshard.tensors.agreement import Agreement
@@ -113,16 +113,15 @@ def rebuild_sharded_tensor(parts: list[torch.Tensor], state: State) -> ContentTe
             )
     shape, shards = tuple(state["shape"]), tuple(ShardMetadata(*row) for row in state["shards"])
     layout = layout_of_shards(shape, shards) if shards else Layout.from_dict(state["layout"])
-    if is_own:
-        check_members(layout.ranks, group)
-    if is_own and shards:
-        check_disjoint(shards)
-        check_tensor(shards, shape)
-    dtype = getattr(torch, state["dtype"], None)
     device = parts[0].device if parts else torch.device(state["device"])
     if shards and parts:
         shards = tuple(shard.on(device) for shard in shards)
-    spec = infer_sharding_spec(shards) if shards else None
+    spec = infer_sharding_spec(shards) if shards else None  # refuses shards that overlap
+    if is_own:
+        check_members(layout.ranks, group)
+    if is_own and shards:
+        check_tensor(shards, shape)
+    dtype = getattr(torch, state["dtype"], None)
     content = Content(layout, shape, dtype, tuple(parts), device, group, spec, shards or None)  # type: ignore[arg-type]
     _check_parts(content, state["rank"])
     tensor = _with_flags(content, state["requires_grad"], state["parameter"])
