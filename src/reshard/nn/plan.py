@@ -17,21 +17,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 
 from reshard.errors import ArgumentError, ArgumentTypeError, PathError, ReshardError, StateError
+from reshard.layout.layout import Layout
+from reshard.layout.mesh import Mesh
 from reshard.nn.paths import find_module, find_slot, is_below, is_pattern, matching
+from reshard.rules import Rules
 from reshard.sharded.specs import LayoutShardingSpec, ShardingSpec
 from reshard.sharded.tensor import ShardedTensor
 from reshard.text import quoted
-
-if TYPE_CHECKING:
-    from reshard.layout.layout import Layout
-    from reshard.layout.mesh import Mesh
-    from reshard.rules import Rules
 
 __all__ = [
     "Entry", "Resolved", "Sharder", "ShardingPlan", "ShardingPlanner", "resolve_modules",

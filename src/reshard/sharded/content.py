@@ -6,11 +6,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache, partial, wraps
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 from reshard.layout.box import row_major
 from reshard.layout.layout import BoxLayout, Layout
@@ -18,10 +20,6 @@ from reshard.sharded.groups import Group, members
 from reshard.sharded.metadata import Shard, ShardMetadata, shards_of_layout
 from reshard.tensors.kinds import materialize, this_rank
 from reshard.tensors.local import piece_view
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "Content", "ContentTensor", "map_nested", "part_shapes", "per_layout", "strides_like", "wrap",
@@ -241,11 +239,7 @@ def wrap(content: Content) -> ContentTensor:
     facade = ContentTensor.facade
     facade.prepare_torch()
     tensor: ContentTensor = torch.Tensor._make_wrapper_subclass(
-        facade,
-        content.shape,
-        strides=content.stride,
-        dtype=content.dtype,
-        device=content.device,
+        facade, content.shape, strides=content.stride, dtype=content.dtype, device=content.device
     )
     tensor._content = content
     return tensor

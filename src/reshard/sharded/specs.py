@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ import torch
 from reshard.errors import ArgumentError
 from reshard.layout.box import Box
 from reshard.layout.layout import BoxLayout, Layout
-from reshard.sharded.groups import is_running
+from reshard.sharded.groups import Group, is_running
 from reshard.sharded.metadata import (
     Placement,
     ShardedTensorMetadata,
@@ -24,9 +24,6 @@ from reshard.sharded.metadata import (
     check_tensor,
     shards_of_layout,
 )
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 __all__ = [
     "AnyPlacement", "DevicePlacementSpec", "LayoutShardingSpec", "PlacementError",
@@ -94,12 +91,7 @@ class ShardingSpec(ABC):
         check_tensor(shards, size)
         return layout_of_shards(size, shards)
 
-    def shard(
-        self,
-        tensor: torch.Tensor,
-        src_rank: int = 0,
-        process_group: ProcessGroup | None = None,
-    ) -> Any:
+    def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: Group = None) -> Any:
         """The ShardedTensor of the tensor of ``src_rank``.
 
         All ranks of the group call it, each with a tensor of the same size and dtype.

@@ -18,6 +18,8 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypedDict, Unpack, cast
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from reshard.errors import OperationError, StateError
 from reshard.layout.layout import Layout
@@ -33,10 +35,6 @@ from reshard.sharded.ops.dtensor import Args, Kwargs, Op, from_dtensor, to_dtens
 from reshard.sharded.ops.functions import call
 from reshard.sharded.specs import LayoutShardingSpec, ShardingSpec
 from reshard.tensors.kinds import this_rank
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
 
 __all__ = ["Fill", "Options", "ShardedTensor", "Size", "filled_tensor", "tensor_of"]
 

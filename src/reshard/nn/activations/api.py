@@ -14,11 +14,11 @@ Each rank keeps a share of those, and backward restores them with an all-gather.
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -48,9 +48,7 @@ class Resharding:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.forwards: weakref.WeakKeyDictionary[nn.Module, ReshardedForward] = (
-            weakref.WeakKeyDictionary()
-        )
+        self.forwards: WeakKeyDictionary[nn.Module, ReshardedForward] = WeakKeyDictionary()
 
     def detach(self, module: nn.Module) -> None:
         """Restore the forward of a module; what it has saved is still restored in backward."""

@@ -23,12 +23,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import _state_dict_utils
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from reshard.errors import ArgumentError, DisagreementError, OperationError, TensorError
 from reshard.layout.box import Box, Piece, row_major
@@ -43,10 +51,6 @@ from reshard.tensors.agreement import Agreement
 from reshard.tensors.kinds import this_rank
 from reshard.tensors.local import box_view, piece_view
 from reshard.text import quoted
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-    from torch.distributed.checkpoint.planner import WriteItem
 
 __all__ = ["CheckpointTensor", "install", "pre_load_state_dict_hook", "state_dict_hook"]
 
@@ -75,13 +79,6 @@ class CheckpointTensor(ContentTensor):
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         """The chunks that this rank can write."""
-        from torch.distributed.checkpoint.metadata import (
-            ChunkStorageMetadata,
-            MetadataIndex,
-            TensorProperties,
-        )
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
         content = self._content
         _check_saved(fqn, content)
         size, common = torch.Size(content.shape), TensorProperties.create_from_tensor(self)
@@ -101,8 +98,6 @@ class CheckpointTensor(ContentTensor):
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """The chunks that this rank reads."""
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
         try:
             _check_values("loading it", self._content)
         except OperationError as error:
@@ -218,13 +213,10 @@ def _num_elements(layout: Layout, shape: tuple[int, ...]) -> int:
 
 def install() -> None:
     """Replace the functions of torch that gather and scatter the tensors of a state dict."""
-    import torch.distributed._state_dict_utils as utils
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-
     transform = _replaced(DefaultSavePlanner.transform_object, _transform_object)
     DefaultSavePlanner.transform_object = transform  # type: ignore[method-assign]
     for name, replacement in REPLACEMENTS.items():
-        known = [utils, sys.modules.get("torch.distributed.checkpoint.state_dict")]
+        known = [_state_dict_utils, sys.modules.get("torch.distributed.checkpoint.state_dict")]
         for module in [one for one in known if hasattr(one, name)]:
             setattr(module, name, _replaced(getattr(module, name), replacement))
 
