@@ -113,8 +113,10 @@ def _widest(tensors: list[Value]) -> Content | None:
     contents = [value for value in tensors if isinstance(value, Content)]
     if any(content.layout.reduce for content in contents):
         return None
-    shapes = [value.shape for value in tensors]
-    shape = tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    shapes = {tuple(value.shape) for value in tensors}
+    shape = next(iter(shapes))
+    if len(shapes) > 1:  # comparing is much quicker than broadcasting, and most are equal
+        shape = tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
     return next((content for content in contents if content.shape == shape), None)
 
 
