@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import ChainMap
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
 
 from reshard.errors import ArgumentError, needing_torch
 
@@ -22,16 +22,10 @@ with needing_torch("reshard.compat"):
     import torch
 
     from reshard import nn, sharded
+    from reshard.sharded import metadata as shards
     from reshard.sharded.groups import Group, check_members
-    from reshard.sharded.metadata import (
-        Placement,
-        ShardMetadata,
-        TensorProperties,
-        check_disjoint,
-        check_tensor,
-    )
+    from reshard.sharded.metadata import Placement, ShardMetadata, TensorProperties
     from reshard.sharded.specs import layout_of_shards
-    from reshard.sharded.tensor import ShardedTensor
 
 __all__ = ["MODULES"]
 
@@ -118,32 +112,20 @@ def _get_or_create_logger() -> logging.Logger:
     return logger
 
 
-_OBJECTS: dict[str, Any] = {
-    **{name: getattr(sharded, name) for name in sharded.__all__},
-    **{name: getattr(nn, name) for name in nn.__all__},
-    "ShardedTensorBase": ShardedTensor,
-    "_collect_local_shard": nn.collect_local_shard,
-    "_create_tensor_from_params": _create_tensor_from_params,
-    "_get_current_process_group": nn.current_process_group,
-    "_get_or_create_logger": _get_or_create_logger,
-    "_infer_sharding_spec_from_shards_metadata": sharded.infer_sharding_spec,
-    "_reshard_output": nn.reshard_output,
-    "_shard_tensor": nn.shard_tensor,
-    "_sharded_op_impl": sharded.custom_sharded_op_impl,
-    "_parse_and_validate_remote_device": _parse_and_validate_remote_device,
-    "check_tensor": check_tensor,
-    "narrow_tensor": narrow_tensor,
-    "narrow_tensor_by_index": narrow_tensor_by_index,
-    "validate_non_overlapping_shards_metadata": check_disjoint,
-}
+check_tensor = shards.check_tensor
+validate_non_overlapping_shards_metadata = shards.check_disjoint
+ShardedTensorBase = sharded.ShardedTensor
+_infer_sharding_spec_from_shards_metadata = sharded.infer_sharding_spec
+_sharded_op_impl = sharded.custom_sharded_op_impl
 
 
 def _install() -> None:
+    known = ChainMap(globals(), vars(sharded), vars(nn))
     for path, names in MODULES.items():
         full = f"{__name__}.{path}" if path else __name__
         module = sys.modules.get(full) or ModuleType(full, f"Names of torch's ``{path}``.")
         for name in names.split():
-            setattr(module, name, _OBJECTS[name])
+            setattr(module, name, known[name])
         if path:
             module.__path__ = []
             sys.modules[full] = module

@@ -11,8 +11,9 @@ If a step fails, the module is restored.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,33 +21,35 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from reshard.errors import ArgumentTypeError, StateError
-from reshard.nn.outputs import Change, OutputHook, local_shard, resharding_to
+from reshard.nn.outputs import Change, OutputHook, local_shard
 from reshard.nn.paths import Slot, find_module, find_slot, holders, parents
 from reshard.nn.plan import Entry, Resolved, Sharder, ShardingPlan, resolve_modules, warn_unmatched
-from reshard.sharded.api import digest, shard_tensors
+from reshard.sharded.api import shard_tensors
+from reshard.sharded.groups import digest
 from reshard.sharded.specs import ShardingSpec
 from reshard.sharded.tensor import ShardedTensor
 from reshard.tensors.agreement import Agreement
 
-__all__ = [
-    "ReplacedModule", "ReplacedTensor", "ShardHandle", "Snapshot", "shard_module",
-    "shard_parameter",
-]  # fmt: skip
+__all__ = ["ReplacedTensor", "ShardHandle", "shard_module", "shard_parameter"]
+
+Undo = Callable[[], None]
 
 
-class Snapshot:
-    """All attributes of a module and of all inside it, as they are now; tensors are not copied."""
+def _restoring(root: nn.Module) -> Undo:
+    """A function that restores the present attributes of a module and of all modules inside it.
 
-    def __init__(self, root: nn.Module) -> None:
-        own = [vars(module) for module in root.modules()]
-        inner = [value for one in own for value in one.values() if isinstance(value, dict)]
-        self._tables = [(table, dict(table)) for table in (*own, *inner)]
+    Tensors are not copied. The dicts stay the same objects: handles of hooks point to them.
+    """
+    own = [vars(module) for module in root.modules()]
+    inner = [value for one in own for value in one.values() if isinstance(value, dict)]
+    contents = [(table, dict(table)) for table in (*own, *inner)]
 
-    def restore(self) -> None:
-        """Restore the attributes; the dicts stay the same objects, hook handles point to them."""
-        for table, content in self._tables:
+    def restore() -> None:
+        for table, content in contents:
             table.clear()
             table.update(content)
+
+    return restore
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -80,26 +83,6 @@ class ReplacedTensor:
             slot.put(original)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class ReplacedModule:
-    """A module that a Sharder replaced, the new one, and its parents and names there."""
-
-    old: nn.Module
-    new: nn.Module
-    places: tuple[tuple[nn.Module, str], ...]
-    before: Snapshot
-    """The old module's attributes: a Sharder may have changed it in place."""
-
-    def put_back(self) -> None:
-        """Restore the old module, in the training mode of the new one."""
-        training = self.new.training
-        self.before.restore()
-        if self.old.training != training:
-            self.old.train(training)
-        for parent, name in self.places:
-            parent._modules[name] = self.old
-
-
 class ShardHandle:
     """Undoes ``shard_module``.
 
@@ -111,10 +94,7 @@ class ShardHandle:
     """
 
     def __init__(
-        self,
-        tensors: list[ReplacedTensor],
-        modules: list[ReplacedModule],
-        hooks: list[RemovableHandle],
+        self, tensors: list[ReplacedTensor], modules: list[Undo], hooks: list[RemovableHandle]
     ) -> None:
         self._tensors, self._modules, self._hooks = tensors, modules, hooks
 
@@ -132,8 +112,8 @@ class ShardHandle:
         wholes = [tensor.gathered() for tensor in self._tensors]
         for tensor, whole in zip(self._tensors, wholes, strict=True):
             tensor.put_back(whole)
-        for module in reversed(self._modules):
-            module.put_back()
+        for put_back in reversed(self._modules):
+            put_back()
         for hook in self._hooks:
             hook.remove()
         for done in (self._tensors, self._modules, self._hooks):
@@ -164,8 +144,8 @@ def shard_module(
     """
     agreement = Agreement(process_group, "shard_module")
     resolved = _resolve_on_all_ranks(module, plan, agreement)
-    warn_unmatched(resolved.unmatched, stacklevel=2)
-    before = Snapshot(module)
+    warn_unmatched(resolved.unmatched)
+    restore = _restoring(module)
     try:
         modules = _swap_on_all_ranks(module, resolved, agreement)
         tensors = _shard(module, resolved.tensors, src_rank, process_group)
@@ -174,7 +154,7 @@ def shard_module(
             for path, change in _output_changes(module, resolved)
         ]
     except BaseException:
-        before.restore()
+        restore()
         raise
     return ShardHandle(tensors, modules, hooks)
 
@@ -198,32 +178,35 @@ def _resolve_on_all_ranks(module: nn.Module, plan: ShardingPlan, agreement: Agre
     """The plan for this module, if it is correct and the same on all ranks."""
     resolved: list[Resolved] = []
 
-    def step() -> None:
+    def step() -> dict[str, str]:
         for value, kind, name in ((module, nn.Module, "module"), (plan, ShardingPlan, "plan")):
             if not isinstance(value, kind):
                 found = type(value).__name__
                 raise ArgumentTypeError(f"{name} should be a {kind.__name__}, found {found}")
-        resolved.append(plan.resolve(module))
-
-    agreement.run(step)
-    # Checksums: a model may have many paths, and a group many ranks.
-    agreement.check_equal(
-        {
-            f"{kind} in its plan": f"{len(paths)} paths with checksum {digest(repr(paths)):x}"
-            for kind, paths in resolved[0].paths().items()
+        own = plan.resolve(module)
+        resolved.append(own)
+        paths_by_kind = {
+            "Sharders": [entry.path for entry in own.sharders],
+            "tensors": [entry.path for entry in own.tensors],
+            "outputs": list(own.outputs),
+            "local outputs": list(own.local),
         }
-    )
+        # Checksums: a model may have many paths, and a group many ranks.
+        return {
+            f"{kind} in its plan": f"{len(paths)} paths with checksum {digest(repr(paths)):x}"
+            for kind, paths in paths_by_kind.items()
+        }
+
+    agreement.check_gathered(agreement.run(step))
     return resolved[0]
 
 
-def _swap_on_all_ranks(
-    module: nn.Module, resolved: Resolved, agreement: Agreement
-) -> list[ReplacedModule]:
+def _swap_on_all_ranks(module: nn.Module, resolved: Resolved, agreement: Agreement) -> list[Undo]:
     """Let Sharders replace modules; if one fails on a rank, raise on all ranks."""
     if not resolved.sharders:
         return []
     planned = [find_slot(module, entry.path).tensor for entry in resolved.tensors]
-    swapped: list[ReplacedModule] = []
+    swapped: list[Undo] = []
 
     def step() -> None:
         swapped.extend(_swap(module, entry) for entry in resolved.sharders)
@@ -239,9 +222,10 @@ def _swap_on_all_ranks(
     return swapped
 
 
-def _swap(root: nn.Module, entry: Entry[Sharder]) -> ReplacedModule:
+def _swap(root: nn.Module, entry: Entry[Sharder]) -> Undo:
+    """Let a Sharder replace a module; the returned function puts the old one back."""
     old = find_module(root, entry.path)
-    before, places = Snapshot(old), parents(root, old)
+    restore, places = _restoring(old), parents(root, old)
     new = entry.value.shard(old)
     if not isinstance(new, nn.Module):
         raise ArgumentTypeError(
@@ -250,7 +234,16 @@ def _swap(root: nn.Module, entry: Entry[Sharder]) -> ReplacedModule:
         )
     for parent, name in places:
         parent._modules[name] = new
-    return ReplacedModule(old, new, places, before)
+
+    def put_back() -> None:
+        training = new.training
+        restore()  # a Sharder may have changed the module in place
+        if old.training != training:
+            old.train(training)
+        for parent, name in places:
+            parent._modules[name] = old
+
+    return put_back
 
 
 def _shard(
@@ -295,5 +288,6 @@ def _output_changes(root: nn.Module, resolved: Resolved) -> list[tuple[str, Chan
     """
     outputs = resolve_modules(root, resolved.outputs)
     local = resolve_modules(root, dict.fromkeys(resolved.local))
-    changes = [(path, resharding_to(spec)) for path, spec in outputs]
+    reshard = ShardedTensor.resharded
+    changes = [(path, partial(reshard, resharding_spec=spec)) for path, spec in outputs]
     return [*changes, *((path, local_shard) for path, _ in local)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from operator import setitem
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from reshard.text import quoted
 
 __all__ = [
     "Change", "OutputHook", "collect_local_shard", "local_shard", "map_sharded",
-    "remove_output_hooks", "reshard_output", "resharding_to",
+    "remove_output_hooks", "reshard_output",
 ]  # fmt: skip
 
 Squeeze = Literal["auto"] | bool
@@ -43,7 +43,9 @@ def reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Modul
             f"reshard_output of {type(module).__name__} takes a ShardingSpec, found "
             f"{type(resharding_spec).__name__}"
         )
-    module.register_forward_hook(OutputHook(resharding_to(resharding_spec)))
+    # A new tensor, because the output may be the module's own.
+    change = partial(ShardedTensor.resharded, resharding_spec=resharding_spec)
+    module.register_forward_hook(OutputHook(change))
     return module
 
 
@@ -77,13 +79,7 @@ class OutputHook:
     change: Change
 
     def __call__(self, module: nn.Module, args: object, output: object) -> object:
-        """The new output."""
         return map_sharded(output, self.change)
-
-
-def resharding_to(spec: ShardingSpec) -> Change:
-    """Reshards a tensor to a spec; gives a new one, because it may be the module's own."""
-    return partial(ShardedTensor.resharded, resharding_spec=spec)
 
 
 def local_shard(tensor: ShardedTensor, squeeze: Squeeze = "auto") -> torch.Tensor:
@@ -92,12 +88,17 @@ def local_shard(tensor: ShardedTensor, squeeze: Squeeze = "auto") -> torch.Tenso
     if layout.reduce is not None:
         # A rank's addend of a pending sum is not the module's output.
         tensor = tensor.resharded(LayoutShardingSpec(unreduced(layout), str(tensor.device)))
-    local = tensor.local_tensor()
-    dim = None if squeeze is False else _sharded_dim(tensor)
-    shards = tensor.metadata().shards_metadata
-    if dim is None or (squeeze == "auto" and any(one.shard_sizes[dim] != 1 for one in shards)):
+    local, dim = tensor.local_tensor(), getattr(tensor.sharding_spec(), "dim", None)
+    sizes = [shard.shard_sizes for shard in tensor.metadata().shards_metadata]
+    if not isinstance(dim, int):  # the dim along which it is sharded, if that is only one
+        whole = enumerate(tensor.shape)
+        dims = [at for at, length in whole if any(one[at] != length for one in sizes)]
+        dim = dims[0] if len(dims) == 1 else None
+    if dim is None or squeeze is False:
         return local
-    return local.squeeze(dim)
+    # The metadata is the same on all ranks, and so is what "auto" does.
+    is_kept = squeeze == "auto" and any(one[dim] != 1 for one in sizes)
+    return local if is_kept else local.squeeze(dim)
 
 
 def map_sharded(value: Any, change: Change) -> Any:
@@ -106,60 +107,39 @@ def map_sharded(value: Any, change: Change) -> Any:
     >>> map_sharded((1, [torch.ones(2)], {"a": None}), lambda tensor: tensor)
     (1, [tensor([1., 1.])], {'a': None})
     """
-    return _Walk(change).walk(value)
+    done: dict[int, torch.Tensor] = {}
+
+    def change_once(tensor: ShardedTensor) -> torch.Tensor:
+        if id(tensor) not in done:
+            done[id(tensor)] = change(tensor)
+        return done[id(tensor)]
+
+    return _walk(value, change_once)
 
 
-@dataclass
-class _Walk:
-    """A traversal of one output; a tensor that occurs twice is changed once."""
-
-    change: Change
-    done: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def walk(self, value: Any) -> Any:
-        if isinstance(value, ShardedTensor):
-            if id(value) not in self.done:
-                self.done[id(value)] = self.change(value)
-            return self.done[id(value)]
-        if isinstance(value, torch.Tensor | str | bytes):
-            return value
-        if isinstance(value, tuple):
-            items = [self.walk(item) for item in value]
-            if all(new is old for new, old in zip(items, value, strict=True)):
-                return value
-            return getattr(type(value), "_make", type(value))(items)
-        if isinstance(value, list):
-            return self._assigned(value, enumerate(value), setitem)
-        # Before dataclasses: the outputs of transformers are both, and keep the two consistent.
-        if isinstance(value, Mapping):
-            return self._assigned(value, value.items(), setitem)
-        if is_dataclass(value) and not isinstance(value, type):
-            names = [one.name for one in fields(value) if hasattr(value, one.name)]
-            # A frozen one as well.
-            pairs = [(name, getattr(value, name)) for name in names]
-            return self._assigned(value, pairs, object.__setattr__)
+def _walk(value: Any, change: Change) -> Any:
+    if isinstance(value, ShardedTensor):
+        return change(value)
+    if isinstance(value, torch.Tensor | str | bytes):
         return value
-
-    def _assigned(
-        self, value: Any, items: Iterable[tuple[Any, Any]], assign: Callable[[Any, Any, Any], None]
-    ) -> Any:
-        """A copy to which the changed items are assigned; the value itself if there are none."""
-        walked = [(key, item, self.walk(item)) for key, item in items]
-        if all(new is old for _, old, new in walked):
+    if isinstance(value, tuple):
+        items = [_walk(item, change) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
             return value
-        copied = copy.copy(value)
-        for key, old, new in walked:
-            if new is not old:
-                assign(copied, key, new)
-        return copied
-
-
-def _sharded_dim(tensor: ShardedTensor) -> int | None:
-    """The dim along which a tensor is sharded, if it is only one; the same on all ranks."""
-    dim = getattr(tensor.sharding_spec(), "dim", None)
-    if isinstance(dim, int):
-        return dim % tensor.dim()
-    whole = tuple(tensor.size())
-    shards = [shard.shard_sizes for shard in tensor.metadata().shards_metadata]
-    dims = [at for at, size in enumerate(whole) if any(shard[at] != size for shard in shards)]
-    return dims[0] if len(dims) == 1 else None
+        return getattr(type(value), "_make", type(value))(items)
+    pairs: Iterable[tuple[Any, Any]] = ()
+    assign: Callable[[Any, Any, Any], None] = setitem
+    if isinstance(value, list):
+        pairs = enumerate(value)
+    # Before dataclasses: the outputs of transformers are both, and keep the two consistent.
+    elif isinstance(value, Mapping):
+        pairs = value.items()
+    elif is_dataclass(value) and not isinstance(value, type):
+        names = [one.name for one in fields(value) if hasattr(value, one.name)]
+        pairs, assign = [(name, getattr(value, name)) for name in names], object.__setattr__
+    walked = [(key, item, _walk(item, change)) for key, item in pairs]
+    changed = [(key, new) for key, old, new in walked if new is not old]
+    copied = copy.copy(value) if changed else value
+    for key, new in changed:
+        assign(copied, key, new)  # also of a frozen dataclass
+    return copied

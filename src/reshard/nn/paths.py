@@ -42,7 +42,6 @@ class Slot:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The tensor that it holds now."""
         tensor: torch.Tensor = self._table[self.name]
         return tensor
 
@@ -73,7 +72,6 @@ def find_module(root: nn.Module, path: str) -> nn.Module:
 
 
 def find_slot(root: nn.Module, path: str) -> Slot:
-    """The parameter or buffer that a path names."""
     above, _, name = path.rpartition(".")
     try:
         module = find_module(root, above)

@@ -17,21 +17,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 
 from reshard.errors import ArgumentError, ArgumentTypeError, PathError, ReshardError, StateError
+from reshard.layout.layout import Layout
+from reshard.layout.mesh import Mesh
 from reshard.nn.paths import find_module, find_slot, is_below, is_pattern, matching
+from reshard.rules import Rules
 from reshard.sharded.specs import LayoutShardingSpec, ShardingSpec
 from reshard.sharded.tensor import ShardedTensor
 from reshard.text import quoted
-
-if TYPE_CHECKING:
-    from reshard.layout.layout import Layout
-    from reshard.layout.mesh import Mesh
-    from reshard.rules import Rules
 
 __all__ = [
     "Entry", "Resolved", "Sharder", "ShardingPlan", "ShardingPlanner", "resolve_modules",
@@ -76,7 +74,6 @@ class Entry(Generic[Value]):
 
     @property
     def is_explicit(self) -> bool:
-        """Whether the plan names the path itself."""
         return not is_pattern(self.key)
 
     def __str__(self) -> str:
@@ -96,15 +93,6 @@ class Resolved:
     unmatched: tuple[str, ...]
     """Patterns that match nothing."""
 
-    def paths(self) -> dict[str, list[str]]:
-        """The paths by kind: they must be the same on all ranks."""
-        return {
-            "Sharders": [entry.path for entry in self.sharders],
-            "tensors": [entry.path for entry in self.tensors],
-            "outputs": list(self.outputs),
-            "local outputs": list(self.local),
-        }
-
 
 def resolve_modules(module: nn.Module, plan: Mapping[str, Value]) -> list[tuple[str, Value]]:
     """The modules that a plan names, with their values; an explicit path beats a pattern."""
@@ -114,11 +102,11 @@ def resolve_modules(module: nn.Module, plan: Mapping[str, Value]) -> list[tuple[
     return [(entry.path, entry.value) for entry in entries]
 
 
-def warn_unmatched(patterns: Iterable[str], stacklevel: int) -> None:
-    """Warn of patterns that match nothing; stacklevel 1 is the caller."""
+def warn_unmatched(patterns: Iterable[str]) -> None:
+    """Warn the caller's caller of patterns that match nothing."""
     for pattern in patterns:
         text = f"{quoted(pattern)} in the sharding plan matches nothing in the module"
-        warnings.warn(text, UserWarning, stacklevel=stacklevel + 1)
+        warnings.warn(text, UserWarning, stacklevel=3)
 
 
 class _Resolver:
@@ -142,12 +130,13 @@ class _Resolver:
 
     def modules(self, plan: Mapping[str, Value]) -> list[Entry[Value]]:
         """One entry per path of a module, the root included."""
-        entries = self._expand(plan, _module_paths(self._module), find_module)
-        return self._strongest(entries, lambda path: path)
+        paths = [path for path, _ in self._module.named_modules(remove_duplicate=False)]
+        return self._strongest(self._expand(plan, paths, find_module), lambda path: path)
 
     def sharders(self, plan: Mapping[str, Sharder]) -> list[Entry[Sharder]]:
         """One entry per module below the root."""
-        entries = self._expand(plan, _module_paths(self._module)[1:], find_module)
+        _, *paths = (path for path, _ in self._module.named_modules(remove_duplicate=False))
+        entries = self._expand(plan, paths, find_module)
         return self._strongest(entries, lambda path: id(find_module(self._module, path)))
 
     def tensors(self, plan: Mapping[str, ShardingSpec]) -> list[Entry[ShardingSpec]]:
@@ -160,15 +149,15 @@ class _Resolver:
         """One entry per tensor; if it has several names, their specs must be equal."""
         tensors = {entry.path: find_slot(self._module, entry.path).tensor for entry in entries}
         chosen = self._strongest(entries, lambda path: id(tensors[path]))
-        for entry in chosen:
-            tensor = tensors[entry.path]
-            if isinstance(tensor, ShardedTensor):
-                self.errors.append(
-                    ArgumentError(
-                        f"{entry} is sharded already, by {tensor.sharding_spec()}: change that "
-                        "with its method reshard"
-                    )
-                )
+        pairs = [(entry, tensors[entry.path]) for entry in chosen]
+        self.errors += (
+            ArgumentError(
+                f"{entry} is sharded already, by {tensor.sharding_spec()}: change that with its "
+                "method reshard"
+            )
+            for entry, tensor in pairs
+            if isinstance(tensor, ShardedTensor)
+        )
         return chosen
 
     def _expand(
@@ -237,25 +226,6 @@ def _wrong_values(
             yield ArgumentTypeError(f"a path is a string such as fc1.weight, found {kind}")
 
 
-def _module_paths(module: nn.Module) -> list[str]:
-    """The paths of all modules, the root first."""
-    return [path for path, _ in module.named_modules(remove_duplicate=False)]
-
-
-def _conflicts(
-    sharders: Sequence[Entry[Sharder]], tensors: Sequence[Entry[ShardingSpec]]
-) -> Iterator[Exception]:
-    """Entries below a module that a Sharder replaces."""
-    others: list[Entry[Any]] = [*sharders, *tensors]
-    for sharder in sharders:
-        for other in others:
-            if other is not sharder and is_below(other.path, sharder.path):
-                yield StateError(
-                    f"{other} should not conflict with the submodule tree of the Sharder of "
-                    f"{sharder}, which replaces all of it: remove one of the two"
-                )
-
-
 @dataclass(frozen=True)
 class ShardingPlan:
     """How the tensors and the outputs of a module are sharded, by path.
@@ -300,7 +270,7 @@ class ShardingPlan:
 
         If several things are wrong, the first is raised and the others are its notes.
         """
-        warn_unmatched(self.resolve(module).unmatched, stacklevel=2)
+        warn_unmatched(self.resolve(module).unmatched)
 
     def resolve(self, module: nn.Module) -> Resolved:
         """The plan with every pattern replaced by the paths that it matches in this module.
@@ -320,7 +290,16 @@ class ShardingPlan:
             for entry in tensors
             if entry.is_explicit or not any(is_below(entry.path, path) for path in explicit)
         ]
-        resolver.errors += _conflicts(sharders, tensors)
+        others: list[Entry[Any]] = [*sharders, *tensors]
+        resolver.errors += (
+            StateError(
+                f"{other} should not conflict with the submodule tree of the Sharder of "
+                f"{sharder}, which replaces all of it: remove one of the two"
+            )
+            for sharder in sharders
+            for other in others
+            if other is not sharder and is_below(other.path, sharder.path)
+        )
         tensors = resolver.one_per_tensor(tensors)
         for hooked in (outputs, dict.fromkeys(local)):
             # Without paths below a Sharder, which may have yet to create them.
@@ -352,9 +331,9 @@ class ShardingPlan:
 
         @cache  # a model has few different pairs
         def is_whole(layout: Layout, shape: tuple[int, ...]) -> bool:
-            ranks = layout.ranks
-            return all(layout.holds(one) is not None for one in ranks) and all(
-                layout.local_shape(one, shape) == shape for one in ranks
+            return all(
+                layout.holds(rank) is not None and layout.local_shape(rank, shape) == shape
+                for rank in layout.ranks
             )
 
         sharded = [name for name, layout in layouts.items() if not is_whole(layout, shapes[name])]

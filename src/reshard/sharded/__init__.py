@@ -46,14 +46,9 @@ from reshard.sharded.api import (
     zeros,
 )
 from reshard.sharded.files.pickles import load_files, rebuild_sharded_tensor
-from reshard.sharded.files.state_dicts import pre_load_state_dict_hook, state_dict_hook
+from reshard.sharded.files.torch_checkpoint import pre_load_state_dict_hook, state_dict_hook
 from reshard.sharded.groups import current_process_group, load_with_process_group
-from reshard.sharded.metadata import (
-    Shard,
-    ShardedTensorMetadata,
-    ShardMetadata,
-    TensorProperties,
-)
+from reshard.sharded.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from reshard.sharded.ops.functions import (
     allclose,
     custom_sharded_op_impl,

@@ -6,9 +6,9 @@ small exchange; then all tensors move along one plan.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
-from hashlib import blake2b
 from typing import Literal, Unpack, cast, get_args, overload
 
 import torch
@@ -21,19 +21,19 @@ from reshard.planning.plans import ONE, Plan, plan
 from reshard.sharded.autograd import from_parts
 from reshard.sharded.content import Content, ContentTensor
 from reshard.sharded.create import content_for
-from reshard.sharded.groups import Group, members
+from reshard.sharded.groups import Group, digest, members
 from reshard.sharded.metadata import Placement, Shard, ShardMetadata, TensorProperties
 from reshard.sharded.move import local_part, split_parts
-from reshard.sharded.specs import ShardingSpec
+from reshard.sharded.specs import PlacementError, ShardingSpec
 from reshard.sharded.tensor import Options, ShardedTensor, Size, filled_tensor, tensor_of
 from reshard.tensors.agreement import Agreement
 from reshard.tensors.kinds import materialize, this_rank
 from reshard.tensors.local import whole_on
 
 __all__ = [
-    "ShardMismatchError", "build_reshard_metadata", "digest", "empty", "full",
-    "get_idx_from_placements", "init_from_local_shards", "ones", "plan_reshard", "rand", "randn",
-    "reshard_local_shard", "reshuffle_local_shard", "shard_tensor", "shard_tensors", "zeros",
+    "ShardMismatchError", "build_reshard_metadata", "empty", "full", "get_idx_from_placements",
+    "init_from_local_shards", "ones", "plan_reshard", "rand", "randn", "reshard_local_shard",
+    "reshuffle_local_shard", "shard_tensor", "shard_tensors", "zeros",
 ]  # fmt: skip
 
 Check = Literal["fingerprint", "none"]
@@ -54,10 +54,6 @@ def _content_for(name: str, tensor: torch.Tensor, spec: ShardingSpec, group: Gro
     return content_for(spec, tensor.shape, TensorProperties(tensor.dtype, tensor.layout), group)
 
 
-Fingerprint = dict[str, int | str | None]
-"""What a rank was given, in a form that ranks can compare."""
-
-
 def _compare(
     tensors: Mapping[str, torch.Tensor],
     contents: Mapping[str, Content],
@@ -66,17 +62,19 @@ def _compare(
     problem: Exception | None,
 ) -> None:
     """Raise on every rank alike if ranks were not given the same."""
-    own: Fingerprint = {"source": repr(src_rank), "kind": None}
-    if problem is not None:
-        own |= {"kind": type(problem).__name__, "problem": str(problem)}
-    else:
-        kinds = [
-            (name, content.shape, str(content.dtype), tensors[name].requires_grad)
-            for name, content in contents.items()
-        ]
-        shards = [repr(content.stated or content.layout) for content in contents.values()]
-        own |= {"tensors": digest(repr(kinds)), "specs": digest("".join(shards))}
-    found: dict[int, Fingerprint] = Agreement(group, "sharding tensors").gather(own)
+    kinds = [
+        (name, content.shape, str(content.dtype), tensors[name].requires_grad)
+        for name, content in contents.items()
+    ]
+    shards = [repr(content.stated or content.layout) for content in contents.values()]
+    own = {
+        "source": repr(src_rank),
+        "kind": None if problem is None else type(problem).__name__,
+        "problem": str(problem),
+        "tensors": digest(repr(kinds)),
+        "specs": digest("".join(shards)),
+    }
+    found = Agreement(group, "sharding tensors").gather(own)
     sources = ", ".join(str(one["source"]) for one in found.values())
     _check_equal(found, "source", f"src_rank of the other ranks: they are [{sources}]")
     if len({one["kind"] for one in found.values()}) > 1:
@@ -91,20 +89,13 @@ def _compare(
         _check_equal(found, "specs", "sharding_spec of the other ranks")
 
 
-def _check_equal(found: Mapping[int, Fingerprint], key: str, what: str) -> None:
-    values = [one[key] for one in found.values()]
-    if len(set(values)) == 1:
-        return
-    usual = max(values, key=lambda value: (values.count(value), -values.index(value)))
+def _check_equal(found: Mapping[int, Mapping[str, object]], key: str, what: str) -> None:
+    ((usual, _),) = Counter(one[key] for one in found.values()).most_common(1)
     differing = [rank for rank, one in found.items() if one[key] != usual]
-    raise ShardMismatchError(
-        f"what ranks {differing} were given does not match with {what}; give all ranks the same"
-    )
-
-
-def digest(text: str) -> int:
-    """Hash a text to 56 bits."""
-    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big")
+    if differing:
+        raise ShardMismatchError(
+            f"what ranks {differing} were given does not match with {what}; give all ranks the same"
+        )
 
 
 def _move(
@@ -261,14 +252,12 @@ def reshard_local_shard(
     pg: dist.ProcessGroup | None = None,
 ) -> tuple[list[Shard], list[ShardMetadata]]:
     """This rank's shards under another spec, and all metadata; gradients flow back."""
-    properties = TensorProperties(local_tensor.dtype)
-    content = content_for(sharding_spec, st_size, properties, pg)
+    content = content_for(sharding_spec, st_size, TensorProperties(local_tensor.dtype), pg)
     moved = cast(ShardedTensor, from_parts(content, local_tensor)).resharded(resharding_spec)
-    target = content_for(resharding_spec, st_size, properties, pg)
     shards = moved.local_shards()
     if len(moved._content.parts) == 1:
         shards = [Shard(moved.local_tensor(), moved._content.shards[0].metadata)]
-    return shards, list(target.shards_metadata)
+    return shards, list(moved._content.shards_metadata)
 
 
 def reshuffle_local_shard(
@@ -280,10 +269,6 @@ def reshuffle_local_shard(
 ) -> tuple[list[Shard], list[ShardMetadata]]:
     """The same for specs that split the same dim; both use the same planner."""
     return reshard_local_shard(local_shard, st_size, sharding_spec, resharding_spec, pg)
-
-
-class PlacementsError(ArgumentError, RuntimeError):
-    """A rank is not among placements."""
 
 
 def build_reshard_metadata(
@@ -308,7 +293,7 @@ def build_reshard_metadata(
     known = range(group_or_world) if isinstance(group_or_world, int) else members(group_or_world)
     for rank in ranks:
         if rank not in known:
-            raise PlacementsError(f"rank {rank} of the spec is not among {list(known)}")
+            raise PlacementError(f"rank {rank} of the spec is not among {list(known)}")
     return ordered, ranks
 
 
@@ -335,7 +320,7 @@ def get_idx_from_placements(
     read = [Placement(place) if isinstance(place, str) else place for place in placements]
     indices = [index for index, place in enumerate(read) if place.rank() == current_rank]
     if not indices and not all:
-        raise PlacementsError(
+        raise PlacementError(
             f"rank {current_rank} is not among the placements {[str(place) for place in read]}"
         )
     return tuple(indices) if all else indices[0]

@@ -189,9 +189,7 @@ class OwnedShard(Shard):
             owner.requires_grad_()
 
 
-def gradient_hook(
-    content: Content,
-) -> Callable[[torch.Tensor | None], torch.Tensor | None]:
+def gradient_hook(content: Content) -> Callable[[torch.Tensor | None], torch.Tensor | None]:
     """A hook that lays a gradient out like its tensor, so that optimizers need not move it."""
     source = content.without_parts()
 

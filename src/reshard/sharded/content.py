@@ -5,23 +5,21 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache, wraps
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from functools import cached_property, lru_cache, partial, wraps
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 from reshard.layout.box import row_major
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.sharded.groups import Group, members
-from reshard.sharded.metadata import Shard, ShardMetadata
+from reshard.sharded.metadata import Shard, ShardMetadata, shards_of_layout
 from reshard.tensors.kinds import materialize, this_rank
 from reshard.tensors.local import piece_view
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "Content", "ContentTensor", "map_nested", "part_shapes", "per_layout", "strides_like", "wrap",
@@ -39,9 +37,7 @@ def per_layout(
 
     @wraps(function)
     def cached(layout: Layout, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        results = caches.get(layout)
-        if results is None:
-            results = caches[layout] = {}
+        results = caches.setdefault(layout, {})
         if args not in results:
             results[args] = function(layout, *args, **kwargs)
         return results[args]
@@ -49,19 +45,19 @@ def per_layout(
     return cached
 
 
-def map_nested(function: Callable[[Any], Any], value: Any) -> Any:
-    """A value with a function applied to all that is in its nested lists, tuples and dicts.
+def map_nested(function: Callable[[Any], Any], value: Any, kind: type = object) -> Any:
+    """A value with a function applied to all of a kind in its nested lists, tuples and dicts.
 
-    >>> map_nested(str, ([1, 2], {"a": (3,)}))
-    (['1', '2'], {'a': ('3',)})
+    >>> map_nested(str, ([1, None], {"a": (3,)}), int)
+    (['1', None], {'a': ('3',)})
     """
     if isinstance(value, list | tuple):
-        mapped = [map_nested(function, one) for one in value]
+        mapped = [map_nested(function, one, kind) for one in value]
         return tuple(mapped) if isinstance(value, tuple) else mapped
     if not isinstance(value, dict):
-        return function(value)
+        return function(value) if isinstance(value, kind) else value
     copy: Any = OrderedDict() if isinstance(value, OrderedDict) else {}
-    copy.update({key: map_nested(function, one) for key, one in value.items()})
+    copy.update({key: map_nested(function, one, kind) for key, one in value.items()})
     if hasattr(value, "_metadata"):
         copy._metadata = value._metadata  # the versions of modules in a state dict
     return copy
@@ -98,7 +94,6 @@ class Content:
 
     @property
     def ndim(self) -> int:
-        """The number of dims."""
         return len(self.shape)
 
     @property
@@ -129,7 +124,6 @@ class Content:
 
     @property
     def stride(self) -> tuple[int, ...]:
-        """The strides of the whole tensor."""
         return row_major(self.shape) if self.stated_stride is None else self.stated_stride
 
     def is_like(self, other: Content) -> bool:
@@ -150,13 +144,8 @@ class Content:
         """The metadata of all shards on all ranks; replicas are listed once per rank."""
         if self.stated is not None:
             return self.stated
-        return tuple(
-            ShardMetadata(
-                piece.box.start, piece.box.shape, f"rank:{rank}/{_device_on(rank, self.device)}"
-            )
-            for rank in self.layout.ranks
-            for piece in self.layout.pieces(rank, self.shape)
-        )
+        device_of = partial(_device_on, device=self.device)
+        return shards_of_layout(self.layout, self.shape, device_of)
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
@@ -166,11 +155,8 @@ class Content:
         if not dist.is_initialized() and len(self.parts) == len(self.shards_metadata):
             own = list(self.shards_metadata)  # without a group, all shards may be in this process
         tensors = self.parts
-        sizes = [shard.shard_sizes for shard in own]
-        if (
-            not isinstance(self.layout, BoxLayout)
-            and [tuple(one.shape) for one in tensors] != sizes
-        ):
+        are_shards = [tuple(one.shape) for one in tensors] == [one.shard_sizes for one in own]
+        if not are_shards and not isinstance(self.layout, BoxLayout):
             pieces = self.layout.pieces(rank, self.shape) if tensors else ()
             tensors = tuple(piece_view(tensors[0], piece) for piece in pieces)
         return tuple(Shard(tensor, one) for tensor, one in zip(tensors, own, strict=True))
@@ -193,7 +179,6 @@ def _rebuilt(shared: _Shared, parts: Sequence[torch.Tensor]) -> Content:
 
 
 def part_shapes(layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The shapes of a rank's parts."""
     if isinstance(layout, BoxLayout):
         return tuple(box.shape for box in layout.boxes.get(rank, ()))
     return () if layout.holds(rank) is None else (layout.local_shape(rank, shape),)
@@ -251,15 +236,10 @@ class ContentTensor(torch.Tensor):
 
 
 def wrap(content: Content) -> ContentTensor:
-    """The ShardedTensor of a content."""
     facade = ContentTensor.facade
     facade.prepare_torch()
     tensor: ContentTensor = torch.Tensor._make_wrapper_subclass(
-        facade,
-        content.shape,
-        strides=content.stride,
-        dtype=content.dtype,
-        device=content.device,
+        facade, content.shape, strides=content.stride, dtype=content.dtype, device=content.device
     )
     tensor._content = content
     return tensor

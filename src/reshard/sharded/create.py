@@ -15,16 +15,9 @@ from reshard.layout.layout import Layout
 from reshard.live.inputs.bound import with_index
 from reshard.sharded.content import Content
 from reshard.sharded.groups import Group, check_members, check_rpc, default_device_of
-from reshard.sharded.metadata import (
-    Shard,
-    ShardedTensorMetadata,
-    ShardMetadata,
-    TensorProperties,
-    check_disjoint,
-    check_tensor,
-)
-from reshard.sharded.specs import LayoutShardingSpec, ShardingSpec, layout_of_shards
-from reshard.sharded.splits import ChunkShardingSpec, infer_sharding_spec
+from reshard.sharded.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
+from reshard.sharded.specs import LayoutShardingSpec, ShardingSpec
+from reshard.sharded.splits import ChunkShardingSpec, EnumerableShardingSpec, infer_sharding_spec
 from reshard.tensors.agreement import Agreement
 from reshard.tensors.kinds import this_rank
 from reshard.text import quoted
@@ -51,7 +44,13 @@ def content_for(
         device = with_index(torch.device(spec.device))
     else:
         shards = tuple(spec.build_metadata(size, properties).shards_metadata)
-        device = _device_of(shards, group)
+        devices = {one.rank: one.placement.device() for one in shards if one.placement}
+        # A rank without shards takes the device of the others, if that is the host.
+        found = devices.get(this_rank()) or next(iter(devices.values()), None)
+        if found is not None and (this_rank() in devices or found.type == "cpu"):
+            device = torch.device(found)
+        else:
+            device = default_device_of(group)
     check_members(layout.ranks, group)
     kept = copy(spec)  # its fields may be assigned, as those of torch's specs
     return Content(layout, tuple(size), properties.dtype, (), device, group, kept, shards)
@@ -66,29 +65,15 @@ def content_of_shards(
     spec: ShardingSpec | None = None,
 ) -> Content:
     """The content of a rank that has these parts; refuses shards that are not all of a tensor."""
-    check_disjoint(shards)
-    check_tensor(shards, shape)
-    layout: Layout = layout_of_shards(shape, shards)
-    inferred = infer_sharding_spec(shards) if spec is None else None
+    layout = EnumerableShardingSpec(shards).layout(shape)
+    known = spec or infer_sharding_spec(shards)
     if not dist.is_initialized() and len(parts) == len(shards):
         layout = Layout.from_boxes(shape, {this_rank(): [shard.box for shard in shards]})
-    elif isinstance(inferred, ChunkShardingSpec):
-        layout = inferred.layout(shape)
+    elif spec is None and isinstance(known, ChunkShardingSpec):
+        layout = known.layout(shape)
     check_members(layout.ranks, group)
     device = parts[0].device if parts else default_device_of(group)
-    return Content(
-        layout, tuple(shape), dtype, tuple(parts), device, group, spec or inferred, shards
-    )
-
-
-def _device_of(shards: Sequence[ShardMetadata], group: Group) -> torch.device:
-    """The device of this rank's shards; a rank without shards takes that of the others."""
-    rank = this_rank()
-    devices = {shard.rank: shard.placement.device() for shard in shards if shard.placement}
-    device = devices.get(rank) or next(iter(devices.values()), None)
-    if device is not None and (rank in devices or device.type == "cpu"):
-        return torch.device(device)
-    return default_device_of(group)
+    return Content(layout, tuple(shape), dtype, tuple(parts), device, group, known, shards)
 
 
 def size_of(given: Sequence[int | Sequence[int]]) -> torch.Size:
@@ -110,7 +95,9 @@ def size_of(given: Sequence[int | Sequence[int]]) -> torch.Size:
 
 
 Description = dict[str, Any]
-"""The shards of a rank as JSON: their metadata, their common properties, the global size."""
+"""The shards of a rank as JSON: their metadata, and what is common to all, with the size."""
+KIND = ("dtype", "requires_grad", "pin_memory", "ndim")
+"""The properties that the shards of all ranks must have in common."""
 
 
 def from_local_shards(
@@ -143,20 +130,22 @@ def _describe(
     if init_rrefs:
         check_rpc()
     if not isinstance(local_shards, Sequence):
-        raise ArgumentTypeError(
-            f"local_shards is of type {type(local_shards).__name__}: give a list"
-        )
+        found = type(local_shards).__name__
+        raise ArgumentTypeError(f"local_shards is of type {found}: give a list")
     unknown = bool(global_size) and global_size[0] is None
     size = None if unknown else list(size_of(global_size))
     rows = [_row(shard) for shard in local_shards]
-    kinds = [_kind(shard.tensor) for shard in local_shards]
-    if any(kind != kinds[0] for kind in kinds):
-        found = sorted({tuple(kind.values()) for kind in kinds})
+    kinds = {
+        (str(one.dtype).removeprefix("torch."), one.requires_grad, one.is_pinned(), one.ndim)
+        for one in (shard.tensor for shard in local_shards)
+    }
+    if len(kinds) > 1:
         raise ArgumentError(
-            f"the local shards of rank {this_rank()} differ in {', '.join(kinds[0])}: "
-            f"{found}; give shards of one kind"
+            f"the local shards of rank {this_rank()} differ in {', '.join(KIND)}: "
+            f"{sorted(kinds)}; give shards of one kind"
         )
-    return {"shards": rows, "kind": kinds[0] if kinds else None, "size": size}
+    common = dict(zip(KIND, *kinds, strict=True)) if kinds else {}
+    return {"shards": rows, "common": {**common, "global_size": size}}
 
 
 def _check_shard(shard: object) -> None:
@@ -178,27 +167,17 @@ def _row(shard: Shard) -> list[list[int] | str | None]:
     return [offsets, sizes, f"rank:{rank}/{tensor.device}" if place is None else place]
 
 
-def _kind(tensor: torch.Tensor) -> dict[str, Any]:
-    """The properties that the shards of all ranks must have in common."""
-    return {
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "requires_grad": tensor.requires_grad,
-        "pin_memory": tensor.is_pinned(),
-        "ndim": tensor.ndim,
-    }
-
-
 def _common_kind(described: Mapping[int, Description]) -> dict[str, Any]:
     """The kind and the size that all ranks have; the error names two ranks that differ."""
-    holders = [(rank, one) for rank, one in described.items() if one["kind"]]
+    holders = [rank for rank, one in described.items() if one["shards"]]
     if not holders:
         raise ArgumentError(
             "have no local shards on all ranks: give at least one shard on one rank"
         )
-    first, own = holders[0]
-    common: dict[str, Any] = {**own["kind"], "global_size": own["size"]}
+    first = holders[0]
+    common: dict[str, Any] = described[first]["common"]
     for rank, other in described.items():
-        for name, two in {**(other["kind"] or {}), "global_size": other["size"]}.items():
+        for name, two in other["common"].items():
             if two != common[name]:
                 raise ArgumentError(
                     f"ShardedTensor {name} property does not match from different ranks! Found "

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from hashlib import blake2b
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,27 @@ from reshard.live.inputs.request import default_device
 from reshard.tensors.kinds import this_rank
 
 __all__ = [
-    "Group", "check_members", "check_rpc", "current_process_group", "default_device_of",
-    "exchange_rrefs", "is_outside", "is_running", "load_with_process_group", "members",
-    "worker_rank",
+    "Group", "assigned", "check_members", "check_rpc", "current_process_group",
+    "default_device_of", "digest", "exchange_rrefs", "is_outside", "is_running",
+    "load_with_process_group", "members", "worker_rank",
 ]  # fmt: skip
+
+T = TypeVar("T")
+
+
+def digest(text: str) -> int:
+    """Hash a text to 56 bits, for ranks to compare."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+@contextmanager
+def assigned(variable: ContextVar[T], value: T) -> Iterator[T]:
+    """Assign a context variable inside a with statement."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
 
 
 def is_running() -> bool:
@@ -59,9 +77,9 @@ def exchange_rrefs(shards: Sequence[object]) -> dict[int, list[Any]]:
     check_rpc()
     own = [rpc.RRef(shard) for shard in shards]
     by_name = rpc.api._all_gather(own)
-    ranks = {name: rpc.get_worker_info(name).id for name in by_name}
-    others = {ranks[name]: refs for name, refs in by_name.items() if ranks[name] != this_rank()}
-    return {rank: refs for rank, refs in others.items() if refs}
+    by_rank = {rpc.get_worker_info(name).id: refs for name, refs in by_name.items() if refs}
+    by_rank.pop(this_rank(), None)
+    return by_rank
 
 
 Group = dist.ProcessGroup | None
@@ -121,23 +139,16 @@ def load_with_process_group(process_group: dist.ProcessGroup) -> Iterator[dist.P
             "the process group for loading is already set by a load_with_process_group around "
             "this one: leave that one first"
         )
-    token = _group.set(process_group)
-    try:
+    with assigned(_group, process_group):
         yield process_group
-    finally:
-        _group.reset(token)
 
 
 def current_process_group() -> dist.ProcessGroup:
     """The group set by ``load_with_process_group``, or the default group."""
-    group = _group.get()
-    if group is not None:
-        return group
-    if not dist.is_initialized():
+    group = _group.get() or dist.group.WORLD
+    if group is None:
         raise StateError(
             "there is no process group: call torch.distributed.init_process_group first, or load "
             "inside load_with_process_group"
         )
-    default = dist.group.WORLD
-    assert default is not None
-    return default
+    return group

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -13,11 +13,12 @@ from torch.distributed.remote_device import _remote_device
 from reshard.errors import ArgumentError
 from reshard.layout.box import Box
 from reshard.layout.coverage import first_overlap, one_missing_box
+from reshard.layout.layout import Layout
 from reshard.sharded.groups import worker_rank
 
 __all__ = [
     "Placement", "Shard", "ShardMetadata", "ShardedTensorMetadata", "TensorProperties",
-    "check_disjoint", "check_tensor",
+    "check_disjoint", "check_tensor", "shards_of_layout",
 ]  # fmt: skip
 
 Placement = _remote_device
@@ -49,9 +50,9 @@ class ShardMetadata:
                 f"shard_offsets {offsets} and shard_sizes {sizes} should have the same number of "
                 f"elements, found {len(offsets)} and {len(sizes)}"
             )
-        if any(number < 0 for number in offsets):
+        if min(offsets, default=0) < 0:
             raise ArgumentError(f"shard_offsets should be >=0, found {offsets}")
-        if any(number < 0 for number in sizes):
+        if min(sizes, default=0) < 0:
             raise ArgumentError(f"shard_sizes should be >= 0, found {sizes}")
         object.__setattr__(self, "shard_offsets", offsets)
         object.__setattr__(self, "shard_sizes", sizes)
@@ -102,13 +103,9 @@ class TensorProperties:
     @staticmethod
     def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:
         """The properties of a tensor."""
-        return TensorProperties(
-            tensor.dtype,
-            tensor.layout,
-            tensor.requires_grad,
-            torch.contiguous_format,
-            tensor.device.type != "meta" and tensor.is_pinned(),
-        )
+        is_pinned = tensor.device.type != "meta" and tensor.is_pinned()
+        common = (tensor.dtype, tensor.layout, tensor.requires_grad)
+        return TensorProperties(*common, pin_memory=is_pinned)
 
     def check(self) -> None:
         """Refuse sparse tensors and memory formats that shards cannot have."""
@@ -197,6 +194,17 @@ class Shard:
 
     def __repr__(self) -> str:
         return f"Shard(tensor={self.tensor}, metadata={self.metadata})"
+
+
+def shards_of_layout(
+    layout: Layout, shape: tuple[int, ...], device_of: Callable[[int], object]
+) -> tuple[ShardMetadata, ...]:
+    """All boxes on all ranks; replicas are listed once for each rank that holds them."""
+    return tuple(
+        ShardMetadata(piece.box.start, piece.box.shape, f"rank:{rank}/{device_of(rank)}")
+        for rank in layout.ranks
+        for piece in layout.pieces(rank, shape)
+    )
 
 
 def check_disjoint(shards: Sequence[ShardMetadata]) -> None:

@@ -7,20 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from reshard.dtypes import canonical_dtype
-from reshard.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    CoverageError,
-    OperationError,
-    TensorError,
-)
+from reshard.errors import ArgumentError, CoverageError, OperationError, TensorError, require_type
 from reshard.layout.box import Box
 from reshard.layout.columns import SizedCache
 from reshard.layout.coverage import missing_boxes
@@ -49,9 +42,7 @@ __all__ = [
 def move_to(content: Content, layout: Layout) -> Content:
     """The same tensor in another layout; shares memory if nothing has to move."""
     parts = _moved_parts(content, layout)
-    return replace(
-        content, layout=layout, parts=parts, spec=None, stated=None, mesh=None, stated_stride=None
-    )
+    return Content(layout, content.shape, content.dtype, parts, content.device, content.group)
 
 
 def move_like(content: Content, target: Content) -> Content:
@@ -156,18 +147,21 @@ def gather_to(
     content: Content, dst: int, out: torch.Tensor | None, dtype: torch.dtype | None
 ) -> torch.Tensor | None:
     """The whole tensor on rank ``dst`` of the group; None on the others."""
-    ranks = members(content.group)
+    ranks, problem = members(content.group), None
+    rank, wanted = ranks[dst if dst in range(len(ranks)) else 0], list(content.shape)
     if dst not in range(len(ranks)):
-        text = f"dst={dst} is no rank of a group of {len(ranks)}: give 0 to {len(ranks) - 1}"
-        _refuse(content, ranks[0], text)
-    rank = ranks[dst]
-    if this_rank() == rank and out is not None:
-        if not isinstance(out, torch.Tensor):
-            _refuse(content, rank, f"out is of type {type(out).__name__}: give a tensor")
-        if tuple(out.shape) != content.shape:
-            given, wanted = list(out.shape), list(content.shape)
-            text = f"out has shape {given} and the tensor {wanted}: give room for the whole tensor"
-            _refuse(content, rank, text)
+        problem = f"dst={dst} is no rank of a group of {len(ranks)}: give 0 to {len(ranks) - 1}"
+    elif this_rank() == rank and out is not None and not isinstance(out, torch.Tensor):
+        problem = f"out is of type {type(out).__name__}: give a tensor"
+    elif this_rank() == rank and out is not None and list(out.shape) != wanted:
+        problem = (
+            f"out has shape {list(out.shape)} and the tensor {wanted}: give room for the whole "
+            "tensor"
+        )
+    if problem is not None:  # raise here and on the ranks that wait for this one
+        kind = canonical_dtype(content.dtype)
+        move = move_between(content.layout, whole_on((rank,)), content.shape, kind)
+        api.raise_on_all_ranks(move.plan, TensorError(problem), content.group)
     full = gather_on(content, [rank])
     if full is None:
         return None
@@ -187,13 +181,6 @@ def gather_on(content: Content, ranks: Sequence[int]) -> torch.Tensor | None:
         return full.clone() if shared else full
 
 
-def _refuse(content: Content, rank: int, text: str) -> NoReturn:
-    """Raise here and on the ranks that wait for this one."""
-    kind = canonical_dtype(content.dtype)
-    move = move_between(content.layout, whole_on((rank,)), content.shape, kind)
-    api.raise_on_all_ranks(move.plan, TensorError(text), content.group)
-
-
 class MixedOperandError(OperationError, TypeError):
     """A sharded tensor is compared with a tensor that is not sharded."""
 
@@ -201,7 +188,8 @@ class MixedOperandError(OperationError, TypeError):
 def all_agree(
     one: object, other: object, same: Callable[[torch.Tensor, torch.Tensor], bool]
 ) -> bool:
-    """Whether two contents have equal layouts and ``same`` holds for their parts on all ranks."""
+    """Whether two tensors have equal layouts and ``same`` holds for their parts on all ranks."""
+    one, other = getattr(one, "_content", one), getattr(other, "_content", other)
     if not isinstance(one, Content) or not isinstance(other, Content):
         plain = other if isinstance(one, Content) else one
         raise MixedOperandError(
@@ -214,7 +202,7 @@ def all_agree(
         return one.group is other.group and one.layout == other.layout  # this rank has no parts
     if not one.is_like(other):
         return False
-    here = all(same(a, b) for a, b in zip(one.parts, other.parts, strict=True))
+    here = all(map(same, one.parts, other.parts))
     if not dist.is_initialized():
         return here
     everywhere = torch.tensor([int(here)], device=one.device)
@@ -232,10 +220,7 @@ _targets: WeakKeyDictionary[object, SizedCache[tuple[object, ...], Target]] = We
 
 def reshard_target(content: Content, spec: ShardingSpec) -> Content | None:
     """The content that a spec gives this rank, without parts; None if the tensor has it already."""
-    if not isinstance(spec, ShardingSpec):
-        raise ArgumentTypeError(
-            f"reshard needs a ShardingSpec, found {type(spec).__name__}: give a spec"
-        )
+    require_type(spec, ShardingSpec, "reshard", "give a ShardingSpec")
     group = content.group or dist.group.WORLD or Content  # a key for a process without a group
     known = _targets.setdefault(group, SizedCache(MAX_TARGET_BYTES))
     # The fields of a spec may be assigned; they are other objects then.

@@ -61,11 +61,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._optim.step() if closure is None else self._optim.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, or set them to 0."""
         self._optim.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: State) -> None:
-        """Add parameters with options of their own."""
         self._optim.add_param_group(param_group)
 
     def state_dict(self) -> State:
@@ -93,11 +91,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         vars(self).update(state)
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> Any:
-        """Call a hook before each step."""
         return self._optim.register_step_pre_hook(hook)
 
     def register_step_post_hook(self, hook: Callable[..., Any]) -> Any:
-        """Call a hook after each step."""
         return self._optim.register_step_post_hook(hook)
 
     def __repr__(self) -> str:
@@ -112,16 +108,11 @@ def lay_out_state(optimizer: torch.optim.Optimizer) -> None:
     """
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if isinstance(param, ShardedTensor):
-                state = optimizer.state.get(param, {})
-                state.update({key: _like(one, param) for key, one in state.items()})
-
-
-def _like(value: Any, param: ShardedTensor) -> Any:
-    if not isinstance(value, ShardedTensor) or value.shape != param.shape:
-        return value
-    own = param._content
-    return value if value._content.is_like(own) else tensor_of(move_like(value._content, own))
+            state = optimizer.state.get(param, {}) if isinstance(param, ShardedTensor) else {}
+            for key, value in state.items():
+                is_alike = isinstance(value, ShardedTensor) and value.shape == param.shape
+                if is_alike and not value._content.is_like(param._content):
+                    state[key] = tensor_of(move_like(value._content, param._content))
 
 
 def named_params_with_sharded_tensor(

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ import torch
 from reshard.errors import ArgumentError
 from reshard.layout.box import Box
 from reshard.layout.layout import BoxLayout, Layout
-from reshard.sharded.groups import is_running
+from reshard.sharded.groups import Group, is_running
 from reshard.sharded.metadata import (
     Placement,
     ShardedTensorMetadata,
@@ -22,22 +22,20 @@ from reshard.sharded.metadata import (
     TensorProperties,
     check_disjoint,
     check_tensor,
+    shards_of_layout,
 )
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 __all__ = [
-    "AnyPlacement", "DevicePlacementSpec", "LayoutShardingSpec", "NoRankError", "PlacementSpec",
-    "ShardingSpec", "check_dim", "check_placements", "dim_of", "layout_of_shards",
+    "AnyPlacement", "DevicePlacementSpec", "LayoutShardingSpec", "PlacementError",
+    "PlacementSpec", "ShardingSpec", "check_dim", "check_placements", "dim_of", "layout_of_shards",
 ]  # fmt: skip
 
 AnyPlacement = str | torch.device | Placement
 """What a placement may be given as: a text such as "rank:3/cuda:1", a device, or a placement."""
 
 
-class NoRankError(ArgumentError, RuntimeError):
-    """A placement names no rank."""
+class PlacementError(ArgumentError, RuntimeError):
+    """A placement names no rank, or a rank is not among placements."""
 
 
 class NamedDimError(ArgumentError, NotImplementedError):
@@ -93,12 +91,7 @@ class ShardingSpec(ABC):
         check_tensor(shards, size)
         return layout_of_shards(size, shards)
 
-    def shard(
-        self,
-        tensor: torch.Tensor,
-        src_rank: int = 0,
-        process_group: ProcessGroup | None = None,
-    ) -> Any:
+    def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: Group = None) -> Any:
         """The ShardedTensor of the tensor of ``src_rank``.
 
         All ranks of the group call it, each with a tensor of the same size and dtype.
@@ -128,20 +121,14 @@ class LayoutShardingSpec(ShardingSpec):
         object.__setattr__(self, "device", device)
 
     def layout(self, shape: Sequence[int]) -> Layout:
-        """The given layout; raises if it does not fit the shape."""
         self.stated.dims(tuple(shape))
         return self.stated
 
     def build_metadata(
         self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
     ) -> ShardedTensorMetadata:
-        """All boxes on all ranks; replicas are listed once for each rank that holds them."""
         layout, shape = self.layout(tensor_sizes), tuple(tensor_sizes)
-        shards = tuple(
-            ShardMetadata(piece.box.start, piece.box.shape, f"rank:{rank}/{self.device}")
-            for rank in layout.ranks
-            for piece in layout.pieces(rank, shape)
-        )
+        shards = shards_of_layout(layout, shape, lambda rank: self.device)
         return ShardedTensorMetadata(shards, tensor_sizes, tensor_properties)
 
     def __repr__(self) -> str:
@@ -157,13 +144,14 @@ def layout_of_shards(shape: Sequence[int], shards: Iterable[ShardMetadata]) -> B
             continue
         worker = None if shard.placement is None else shard.placement.worker_name()
         where = f"the shard at {list(shard.shard_offsets)} has placement {shard.placement}"
+        advice = "use placements such as rank:3/cpu"
         if worker is None:
-            raise NoRankError(f"{where}, which names no rank: use placements such as rank:3/cpu")
-        if is_running():
-            raise NoRankError(f"Invalid worker name: {worker}; {where}, and RPC has no such worker")
-        raise NoRankError(
-            f"RPC framework needs to be initialized for using worker names: {where}; call "
-            "torch.distributed.rpc.init_rpc, or use placements such as rank:3/cpu"
+            raise PlacementError(f"{where}, which names no rank: {advice}")
+        raise PlacementError(
+            f"Invalid worker name: {worker}; {where}, and RPC has no such worker"
+            if is_running()
+            else f"RPC framework needs to be initialized for using worker names: {where}; call "
+            f"torch.distributed.rpc.init_rpc, or {advice}"
         )
     return Layout.from_boxes(shape, boxes)
 
@@ -177,16 +165,17 @@ def check_placements(placements: Iterable[AnyPlacement]) -> tuple[Placement, ...
     if isinstance(placements, str):
         # Each letter of it would pass as the name of a worker.
         raise ArgumentError(f'placements is the text "{placements}": give a list, ["{placements}"]')
-    listed = tuple(placements)
-    if not listed:
-        raise ArgumentError("placements is empty: give at least 1, one for each shard")
-    for index, given in enumerate(listed):
+    checked = []
+    for index, given in enumerate(placements):
         if not isinstance(given, Placement | str | torch.device):
             raise ArgumentError(
                 f"placement {index} is {given!r}, of type {type(given).__name__}: "
                 'give a text such as "rank:0/cpu"'
             )
-    return tuple(one if isinstance(one, Placement) else Placement(one) for one in listed)
+        checked.append(given if isinstance(given, Placement) else Placement(given))
+    if not checked:
+        raise ArgumentError("placements is empty: give at least 1, one for each shard")
+    return tuple(checked)
 
 
 def check_dim(dim: object) -> int:

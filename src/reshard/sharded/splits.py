@@ -150,7 +150,6 @@ class ChunkShardingSpec(SplitSpec):
         return self if dim == self.dim else ChunkShardingSpec(dim, self.placements)
 
     def splits_of(self, shape: Sequence[int]) -> tuple[Split, ...]:
-        """The dim into chunks, one per placement."""
         return _split_one(self.dim, len(self.placements), shape)
 
     def __repr__(self) -> str:
@@ -188,7 +187,6 @@ class RaggedShardingSpec(SplitSpec):
         return self if dim == self.dim else RaggedShardingSpec(dim, self.sizes, self.placements)
 
     def splits_of(self, shape: Sequence[int]) -> tuple[Split, ...]:
-        """The dim into parts of the given sizes."""
         return _split_one(self.dim, self.sizes, shape)
 
     def __repr__(self) -> str:
@@ -216,18 +214,16 @@ class GridShardingSpec(SplitSpec):
         self, splits: Iterable[int | Sequence[int]], placements: Iterable[AnyPlacement]
     ) -> None:
         checked = tuple(_check_split(split, dim) for dim, split in enumerate(splits))
-        where = check_placements(placements)
-        counts = [_count(split) for split in checked]
-        if prod(counts) != len(where):
+        object.__setattr__(self, "splits", checked)
+        object.__setattr__(self, "placements", check_placements(placements))
+        counts, given = [_count(split) for split in checked], len(self.placements)
+        if prod(counts) != given:
             raise ArgumentError(
                 f"a grid of {' x '.join(map(str, counts)) or 1} has {prod(counts)} cells and there "
-                f"are {len(where)} placements: give one placement per cell, last dim fastest"
+                f"are {given} placements: give one placement per cell, last dim fastest"
             )
-        object.__setattr__(self, "splits", checked)
-        object.__setattr__(self, "placements", where)
 
     def splits_of(self, shape: Sequence[int]) -> tuple[Split, ...]:
-        """The given splits, if they fit."""
         if len(self.splits) != len(shape):
             raise ArgumentError(
                 f"the grid cuts {len(self.splits)} dims and tensor size {list(shape)} has "
@@ -243,7 +239,6 @@ class GridShardingSpec(SplitSpec):
 
 
 def _split_one(dim: int, split: Split, shape: Sequence[int]) -> tuple[Split, ...]:
-    """The splits of a tensor of which one dim is split."""
     at = dim_of(dim, len(shape))
     _check_sum(split, at, shape)
     return tuple(split if one == at else 1 for one in range(len(shape)))
@@ -346,7 +341,6 @@ class EnumerableShardingSpec(ShardingSpec):
         return ShardedTensorMetadata(self.shards, tensor_sizes, tensor_properties)
 
     def layout(self, shape: Sequence[int]) -> Layout:
-        """The boxes of the shards by rank."""
         check_tensor(self.shards, shape)
         return layout_of_shards(shape, self.shards)
 
@@ -365,11 +359,8 @@ def infer_sharding_spec(shards_metadata: Sequence[ShardMetadata]) -> ShardingSpe
     shards = listed.shards
     dims = range(len(shards[0].shard_sizes))
     split = [dim for dim in dims if any(shard.shard_offsets[dim] for shard in shards)]
-    for dim in (split or dims) if len(split) < 2 else ():
-        spec = _chunks_along(dim, shards)
-        if spec is not None:
-            return spec
-    return listed
+    specs = (_chunks_along(dim, shards) for dim in split or dims) if len(split) < 2 else ()
+    return next((spec for spec in specs if spec is not None), listed)
 
 
 def _chunks_along(dim: int, shards: Sequence[ShardMetadata]) -> ChunkShardingSpec | None:

@@ -14,33 +14,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypedDict, Unpack, cast
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from reshard.errors import OperationError, StateError
 from reshard.layout.layout import Layout
-from reshard.sharded.autograd import (
-    OwnedShard,
-    gradient_hook,
-    to_layout,
-    to_layout_in_place,
-    to_local,
-    to_move_input,
-    to_whole,
-)
+from reshard.sharded import autograd, create
 from reshard.sharded.content import Content, ContentTensor, part_shapes, wrap
-from reshard.sharded.create import (
-    content_for,
-    from_local_shards,
-    from_local_tensor,
-    from_metadata,
-    size_of,
-)
 from reshard.sharded.files.pickles import reduce
-from reshard.sharded.files.state_dicts import install
-from reshard.sharded.files.torch_checkpoint import CheckpointTensor
+from reshard.sharded.files.torch_checkpoint import CheckpointTensor, install
 from reshard.sharded.groups import Group, exchange_rrefs
 from reshard.sharded.metadata import Shard, ShardedTensorMetadata, TensorProperties
 from reshard.sharded.move import check_in_place, gather_to, move_like, reshard_target
@@ -49,10 +35,6 @@ from reshard.sharded.ops.dtensor import Args, Kwargs, Op, from_dtensor, to_dtens
 from reshard.sharded.ops.functions import call
 from reshard.sharded.specs import LayoutShardingSpec, ShardingSpec
 from reshard.tensors.kinds import this_rank
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
 
 __all__ = ["Fill", "Options", "ShardedTensor", "Size", "filled_tensor", "tensor_of"]
 
@@ -103,7 +85,7 @@ class ShardedTensor(CheckpointTensor):
         Autograd's check of saved tensors does not see writes into that memory.
         """
         shards = enumerate(self._content.shards)
-        return [OwnedShard(self, number, shard) for number, shard in shards]
+        return [autograd.OwnedShard(self, number, shard) for number, shard in shards]
 
     def local_tensor(self) -> torch.Tensor:
         """The tensor of this rank's only shard; gradients flow back."""
@@ -112,18 +94,16 @@ class ShardedTensor(CheckpointTensor):
                 f"Only single local shard is supported, and this rank has "
                 f"{len(self._content.shards)}: use local_shards()"
             )
-        return to_local(self)
+        return autograd.to_local(self)
 
-    _for_move = to_move_input
+    _for_move = autograd.to_move_input
     """This rank's local tensor for ``rs.move``; if it has none, a leaf for gradients."""
 
     def metadata(self) -> ShardedTensorMetadata:
         """All shards on all ranks, and their common properties."""
-        content, pinned = self._content, self.is_pinned()
-        common = TensorProperties(
-            content.dtype, requires_grad=self.requires_grad, pin_memory=pinned
-        )
-        return ShardedTensorMetadata(content.shards_metadata, torch.Size(content.shape), common)
+        grad, pinned = self.requires_grad, self.is_pinned()
+        common = TensorProperties(self._content.dtype, requires_grad=grad, pin_memory=pinned)
+        return ShardedTensorMetadata(self._content.shards_metadata, self.shape, common)
 
     def sharding_spec(self) -> ShardingSpec:
         """The spec it was made by, or one with its layout."""
@@ -152,11 +132,7 @@ class ShardedTensor(CheckpointTensor):
     def resharded(self, resharding_spec: ShardingSpec) -> ShardedTensor:
         """The same values in the layout of another spec; the tensor itself if nothing changes."""
         target = reshard_target(self._content, resharding_spec)
-        if target is None:
-            return self
-        if self.requires_grad and torch.is_grad_enabled():
-            return cast(ShardedTensor, to_layout(self, target))
-        return tensor_of(move_like(self._content, target))
+        return self if target is None else cast(ShardedTensor, autograd.to_layout(self, target))
 
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
         """Move this tensor itself to the layout of another spec, as torch does, and return it.
@@ -168,14 +144,14 @@ class ShardedTensor(CheckpointTensor):
             return self
         check_in_place(self._content, target, self.requires_grad and self.is_leaf)
         if self.requires_grad and torch.is_grad_enabled():
-            to_layout_in_place(self, target)
+            autograd.to_layout_in_place(self, target)
         else:
             self._content = move_like(self._content, target)
         return self
 
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor, on every rank of the group; gradients flow back."""
-        return to_whole(self)
+        return autograd.to_whole(self)
 
     def gather(  # type: ignore[override]
         self,
@@ -209,7 +185,7 @@ class ShardedTensor(CheckpointTensor):
         init_rrefs: bool = False,
     ) -> ShardedTensor:
         """A tensor from the shards of each rank; ranks exchange their metadata."""
-        content, requires_grad = from_local_shards(
+        content, requires_grad = create.from_local_shards(
             local_shards, global_size, process_group, init_rrefs
         )
         return tensor_of(content, requires_grad, init_rrefs)
@@ -224,7 +200,7 @@ class ShardedTensor(CheckpointTensor):
         init_rrefs: bool = False,
     ) -> ShardedTensor:
         """A tensor from the one shard that a spec gives each rank; nothing is communicated."""
-        content = from_local_tensor(local_tensor, sharding_spec, global_size, process_group)
+        content = create.from_local_tensor(local_tensor, sharding_spec, global_size, process_group)
         return tensor_of(content, local_tensor.requires_grad, init_rrefs)
 
     @classmethod
@@ -237,8 +213,9 @@ class ShardedTensor(CheckpointTensor):
         sharding_spec: ShardingSpec | None = None,
     ) -> ShardedTensor:
         """A tensor from local shards and the metadata of all shards; nothing is communicated."""
-        content = from_metadata(local_shards, sharded_tensor_metadata, sharding_spec, process_group)
-        requires_grad = sharded_tensor_metadata.tensor_properties.requires_grad
+        metadata = sharded_tensor_metadata
+        content = create.from_metadata(local_shards, metadata, sharding_spec, process_group)
+        requires_grad = metadata.tensor_properties.requires_grad
         return tensor_of(content, requires_grad, init_rrefs)
 
     def remote_shards(self) -> dict[int, list[Any]]:
@@ -295,7 +272,7 @@ class ShardedTensor(CheckpointTensor):
         if collects:
             if self._hook is not None:
                 self._hook.remove()
-            self._hook = cast(Any, self).register_hook(gradient_hook(self._content))
+            self._hook = cast(Any, self).register_hook(autograd.gradient_hook(self._content))
         return self
 
     def tolist(self) -> Any:
@@ -322,31 +299,27 @@ class ShardedTensor(CheckpointTensor):
 
     def __copy__(self) -> Self:
         # A content of its own: an operation finds the tensor of a content by its identity.
-        twin = cast(Self, wrap(replace(self._content)))
-        twin.requires_grad_(self.requires_grad)
-        return self._mark_parameter(twin)
+        return self._with_flags(cast(Self, wrap(replace(self._content))))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) in memo:
             return cast(Self, memo[id(self)])
         with torch.no_grad():
-            clone = cast(Self, self.detach().clone())
-            clone.requires_grad_(self.requires_grad)
-            twin = self._mark_parameter(clone)
+            twin = self._with_flags(cast(Self, self.detach().clone()))
         if self.grad is not None:
             twin.grad = copy.deepcopy(self.grad, memo)
         memo[id(self)] = twin
         return twin
 
-    def _mark_parameter(self, twin: Self) -> Self:
+    def _with_flags(self, twin: Self) -> Self:
+        twin.requires_grad_(self.requires_grad)
         if getattr(self, "_is_param", False):
             twin._is_param = True
         return twin
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        content = self._content
-        where = f'"{content.layout}"'
-        return f"ShardedTensor({list(content.shape)}, {content.dtype}, {where}, {content.parts})"
+        shape, dtype = list(self._content.shape), self._content.dtype
+        return f'ShardedTensor({shape}, {dtype}, "{self.cut}", {self._content.parts})'
 
     def __reduce_ex__(self, protocol: object) -> Any:
         return reduce(self)
@@ -401,20 +374,17 @@ def filled_tensor(
     size: Sequence[Size],
     *,
     dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    pin_memory: bool = False,
-    memory_format: torch.memory_format = torch.contiguous_format,
     process_group: Group = None,
     init_rrefs: bool = False,
+    **options: Any,
 ) -> ShardedTensor:
-    """A tensor of which every rank fills its own shards."""
+    """A tensor of which every rank fills its own shards; ``options`` are tensor properties."""
     kind = torch.get_default_dtype() if dtype is None else dtype
-    properties = TensorProperties(kind, layout, requires_grad, memory_format, pin_memory)
-    content = content_for(spec, size_of(size), properties, process_group)
-    options: dict[str, Any] = {"dtype": kind, "device": content.device}
-    if pin_memory:
-        options["pin_memory"] = True
+    properties = TensorProperties(kind, **options)
+    content = create.content_for(spec, create.size_of(size), properties, process_group)
+    fill = partial(fill, dtype=kind, device=content.device)
+    if properties.pin_memory:
+        fill = partial(fill, pin_memory=True)
     shapes = part_shapes(content.layout, this_rank(), content.shape)
-    content = content.with_parts([fill(shape, **options) for shape in shapes])
-    return tensor_of(content, requires_grad, init_rrefs)
+    content = content.with_parts([fill(shape) for shape in shapes])
+    return tensor_of(content, properties.requires_grad, init_rrefs)

@@ -14,11 +14,11 @@ Each rank keeps a share of those, and backward restores them with an all-gather.
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -48,9 +48,7 @@ class Resharding:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.forwards: weakref.WeakKeyDictionary[nn.Module, ReshardedForward] = (
-            weakref.WeakKeyDictionary()
-        )
+        self.forwards: WeakKeyDictionary[nn.Module, ReshardedForward] = WeakKeyDictionary()
 
     def detach(self, module: nn.Module) -> None:
         """Restore the forward of a module; what it has saved is still restored in backward."""
@@ -144,11 +142,7 @@ class ReshardedForward:
         method: Any = self.__wrapped__
         if hasattr(method, "__self__"):
             return getattr, (method.__self__, method.__name__)
-        return _itself, (method,)
-
-
-def _itself(method: Any) -> Any:
-    return method
+        return copy.copy, (method,)  # a function, of which a copy is the function itself
 
 
 def resharding_of(module: nn.Module) -> Resharding:
@@ -240,7 +234,7 @@ def pack_activation(
 def unpack_activation(mesh_or_group: MeshOrGroup, dim: int, packed: Any) -> torch.Tensor:
     """Restore a tensor on all ranks; a DTensor that is sharded over the ranks is replicated."""
     if isinstance(packed, SavedView | SavedTensor):
-        return packed.tensor()
+        return packed()
     if isinstance(packed, DTensor):
         axis = mesh_axis(packed.device_mesh, restorer_of(_process_group(mesh_or_group)).ranks)
         if axis is None:

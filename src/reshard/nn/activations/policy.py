@@ -23,8 +23,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -32,14 +33,7 @@ import torch.utils.checkpoint
 from torch.distributed.tensor import DTensor
 
 from reshard.errors import ArgumentError, DisagreementError, MemoryCapError
-from reshard.nn.activations.region import (
-    Region,
-    SavedTensor,
-    SavedView,
-    Stats,
-    StorageView,
-    share_of,
-)
+from reshard.nn.activations.region import Region, SavedTensor, SavedView, Stats, share_of
 from reshard.nn.activations.replicated import ReplicatedInputs, TensorLocation, is_plain
 from reshard.nn.activations.restore import Restorer
 from reshard.tensors.kinds import not_compiled, wait_ready
@@ -80,9 +74,8 @@ class Policy:
         Regions are shared within one call only: later the same memory may hold other values.
         """
         local = wait_ready(saved._local_tensor) if isinstance(saved, DTensor) else saved
-        if not is_plain(local) or local.nbytes < self._min_bytes:
-            return None
-        if not local.numel() or local.numel() < len(self.restorer.ranks):
+        num_ranks = len(self.restorer.ranks)
+        if not is_plain(local) or local.nbytes < self._min_bytes or local.numel() < num_ranks:
             return None
         source: TensorLocation | None = None
         if isinstance(saved, DTensor):
@@ -110,23 +103,20 @@ class Policy:
                 self._place(region)
             offset = int(local.storage_offset()) - source.start // local.element_size()
             gapped = None if source.is_dense else (source.size, source.stride)
-            view = StorageView(local.dtype, tuple(local.shape), local.stride(), offset, gapped)
-            return SavedView(region, view, saved, self._restore)
+            return SavedView(region, self._restore, saved, local, offset, gapped)
 
     def _place(self, region: Region) -> None:
         """Offload a region, leave it whole, or keep only this rank's share."""
+        budget, size, num_ranks = self.budget, region.num_bytes, len(self.restorer.ranks)
         if not region.is_replicated:
-            assert self.budget is not None
-            if self.budget.should_offload(region.num_bytes, region.device.type == "cuda"):
+            assert budget is not None
+            if budget.should_offload(size, region.device.type == "cuda"):
                 region.offload()
             return
         self.restorer.register(region)
-        num_ranks = len(self.restorer.ranks)
-        if self.budget is not None:
-            _, share = share_of(region.num_bytes, region.unit, 0, num_ranks)
-            if self.budget.stays_whole(region.num_bytes, share):
-                return
-        region.keep_share(self.restorer.index, num_ranks)
+        _, share = share_of(size, region.unit, 0, num_ranks)
+        if budget is None or not budget.stays_whole(size, share):
+            region.keep_share(self.restorer.index, num_ranks)
 
     def _restore(self, region: Region) -> torch.Tensor:
         """All bytes of a region, on its device."""
@@ -187,7 +177,6 @@ class Budget:
         self.was_read = False
         """Whether a tensor was read since the last save: the next save is of another forward."""
         self.is_first_forward = True
-        """Whether there was no backward yet."""
 
     @property
     def needed(self) -> int:
@@ -202,7 +191,6 @@ class Budget:
 
     @property
     def signature(self) -> int:
-        """A checksum of the sizes of the replicated tensors."""
         return crc32(repr(self._sizes).encode())
 
     def stays_whole(self, size: int, share: int) -> bool:
@@ -234,11 +222,9 @@ class Budget:
         self._plan = tuple(zip(self._sizes, whole, strict=True)) if is_same else ()
 
     def reset(self) -> None:
-        """Start counting again."""
         self._sizes, self._shares, self.rank_local, self.kept = [], [], 0, 0
 
     def check(self, needed: int) -> None:
-        """Raise if the budget is smaller than what is needed."""
         if needed > self.limit:
             raise MemoryCapError(
                 f"a budget of {format_bytes(self.limit)} ({self.limit} bytes) for saved "
@@ -273,24 +259,13 @@ def choose_whole(
     return tuple(reversed(chosen))
 
 
-Pack = Callable[[torch.Tensor], Any]
-Unpack = Callable[[Any], torch.Tensor]
-
-
-class _PackedBelow(NamedTuple):
-    """A saved tensor that the hooks below keep."""
-
-    unpack: Unpack
-    packed: Any
-
-    def tensor(self) -> torch.Tensor:
-        """The tensor that the hooks below return."""
-        return self.unpack(self.packed)
+Packed = Callable[[], torch.Tensor]
+"""What autograd holds in place of a saved tensor; calling it gives the tensor."""
 
 
 @not_compiled
-def _unpack(packed: SavedView | SavedTensor | _PackedBelow) -> torch.Tensor:
-    return packed.tensor()
+def _unpack(packed: Packed) -> torch.Tensor:
+    return packed()
 
 
 class _Active(threading.local):
@@ -316,13 +291,13 @@ class SavedTensorHooks:
         self, policy: Policy, inputs: ReplicatedInputs, label: str, check: bool = False
     ) -> None:
         self._policy, self._inputs, self._label = policy, inputs, label
-        self._below: tuple[Pack, Unpack] | None = None
+        self._below: Any = None
+        """Pack and unpack of the hooks below, if there are any: they keep what these do not."""
         self._is_checkpointed = False
         """Whether checkpointing below discards what is saved here and computes it again."""
         self._call = 0
         """The number of the outermost call that contains this one."""
         self._checksums: list[tuple[str, tuple[int, int]]] | None = [] if check else None
-        """Labels and checksums of replicated tensors."""
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     @not_compiled
@@ -356,28 +331,10 @@ class SavedTensorHooks:
             self._policy.after_forward()
         if not self._checksums:
             return False
-        self._compare(self._checksums)
-        return True
-
-    @not_compiled
-    def _pack(self, saved: torch.Tensor) -> SavedView | SavedTensor | _PackedBelow:
-        if not self._is_checkpointed:
-            view = self._policy.pack(saved, self._inputs, self._label, self._call)
-            if view is not None:
-                if self._checksums is not None and view.region.is_replicated:
-                    self._checksums.append((view.region.label, _checksum(saved)))
-                return view
-        if self._below is not None:
-            pack, unpack = self._below
-            return _PackedBelow(unpack, pack(saved))
-        return SavedTensor(saved)
-
-    def _compare(self, checksums: list[tuple[str, tuple[int, int]]]) -> None:
-        """Raise on all ranks if a tensor that should be replicated differs between ranks."""
         restorer = self._policy.restorer
-        numbers = [one for label, sums in checksums for one in (crc32(label.encode()), *sums)]
+        numbers = [one for label, sums in self._checksums for one in (crc32(label.encode()), *sums)]
         gathered = restorer.gather(numbers, self._policy.timeout)
-        for at, (label, _) in enumerate(checksums):
+        for at, (label, _) in enumerate(self._checksums):
             by_rank = [numbers[3 * at : 3 * at + 3] for numbers in gathered]
             pairs = zip(restorer.ranks, by_rank, strict=True)
             different = [rank for rank, numbers in pairs if numbers != by_rank[0]]
@@ -387,6 +344,20 @@ class SavedTensorHooks:
                     f"than rank {restorer.ranks[0]}, so it must not be kept as shares; do not "
                     "reshard this module, or make its inputs equal"
                 )
+        return True
+
+    @not_compiled
+    def _pack(self, saved: torch.Tensor) -> Packed:
+        if not self._is_checkpointed:
+            view = self._policy.pack(saved, self._inputs, self._label, self._call)
+            if view is not None:
+                if self._checksums is not None and view.region.is_replicated:
+                    self._checksums.append((view.region.label, _checksum(saved)))
+                return view
+        if self._below is not None:
+            pack, unpack = self._below
+            return partial(unpack, pack(saved))
+        return SavedTensor(saved)
 
 
 def _checksum(tensor: torch.Tensor) -> tuple[int, int]:

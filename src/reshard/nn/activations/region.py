@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -23,7 +23,7 @@ from reshard.errors import StateError
 from reshard.tensors.dtensor.wrapping import dtensor_of
 from reshard.text import format_bytes
 
-__all__ = ["Region", "SavedTensor", "SavedView", "Stats", "StorageView", "share_of"]
+__all__ = ["Region", "SavedTensor", "SavedView", "Stats", "share_of"]
 
 NUM_SAMPLES = 32
 """Bytes of a region that are compared across ranks to tell regions apart; a multiple of 8."""
@@ -100,7 +100,6 @@ class Region:
         self.is_share = False
         """Whether they are only this rank's share."""
         self.is_offloaded = False
-        """Whether they are on the host."""
         self.whole: torch.Tensor | None = None
         """All bytes, while restored."""
         self.views: set[int] = set()
@@ -122,7 +121,6 @@ class Region:
         return [self.number, *self._sample.tolist()]
 
     def keep_share(self, index: int, num_ranks: int) -> None:
-        """Keep only this rank's share of the bytes."""
         start, stop = share_of(self.num_bytes, self.unit, index, num_ranks)
         spread = torch.arange(NUM_SAMPLES, device=self.device) * (self.num_bytes - 1)
         self._sample = self.memory[spread // (NUM_SAMPLES - 1)].view(torch.int64)
@@ -150,12 +148,6 @@ class Region:
         self.stats.restores += 1
         return self.memory.to(self.device, non_blocking=True)
 
-    def drop_view(self, view: int) -> None:
-        """Forget a saved tensor; after the last one, free the restored bytes."""
-        self.views.discard(view)
-        if not self.views:
-            self.whole = None
-
     def __repr__(self) -> str:
         return f"Region({self.label}, {self.num_bytes} bytes, number {self.number})"
 
@@ -163,28 +155,6 @@ class Region:
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-@dataclass(frozen=True, slots=True)
-class StorageView:
-    """A saved tensor as a strided view of the bytes of its region."""
-
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    """Elements before its first one."""
-    gapped: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    """Size and strides of the original if it has gaps; the region keeps its elements densely."""
-
-    def of(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor in these bytes."""
-        flat = memory.view(self.dtype)
-        if self.gapped is not None:
-            size, stride = self.gapped
-            original = torch.empty_strided(size, stride, dtype=self.dtype, device=memory.device)
-            flat = original.copy_(flat.view(size))
-        return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
 
 
 def _check_version(tensor: torch.Tensor, expected: int, description: str) -> None:
@@ -207,7 +177,7 @@ class SavedTensor:
         self._tensor = tensor.detach()
         self._version = None if tensor.is_inference() else tensor._version
 
-    def tensor(self) -> torch.Tensor:
+    def __call__(self) -> torch.Tensor:
         """The tensor, unless it was changed in place."""
         if self._version is not None:
             _check_version(self._tensor, self._version, _describe(self._tensor))
@@ -215,35 +185,51 @@ class SavedTensor:
 
 
 class SavedView:
-    """A saved tensor whose memory is in a region."""
+    """A saved tensor, or the local tensor of a DTensor, as a strided view of a region's bytes."""
 
     def __init__(
         self,
         region: Region,
-        view: StorageView,
-        saved: torch.Tensor,
         restore: Callable[[Region], torch.Tensor],
+        saved: torch.Tensor,
+        local: torch.Tensor,
+        offset: int,
+        gapped: tuple[tuple[int, ...], tuple[int, ...]] | None,
     ) -> None:
-        self.region, self._view, self._restore = region, view, restore
+        self.region, self._restore = region, restore
+        self._dtype, self._size, self._stride = local.dtype, tuple(local.shape), local.stride()
+        self._offset = offset
+        """Elements of the region before its first one."""
+        self._gapped = gapped
+        """Size and strides of an input with gaps: the region keeps its elements densely."""
         self._version, self._description = saved._version, _describe(saved)
         self._alias = _alias_without_memory(saved)
-        self._rebuild: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self._wrap: Callable[[torch.Tensor], torch.Tensor] | None = None
         if isinstance(saved, DTensor):
-            mesh, placements, shape = saved.device_mesh, saved.placements, tuple(saved.shape)
-            stride, dtype = tuple(saved.stride()), saved.dtype
-            self._rebuild = lambda local: dtensor_of(
-                local, mesh, placements, shape, stride=stride, dtype=dtype
+            self._wrap = partial(
+                dtensor_of,
+                device_mesh=saved.device_mesh,
+                placements=saved.placements,
+                shape=tuple(saved.shape),
+                stride=tuple(saved.stride()),
             )
         region.views.add(id(self))
 
-    def tensor(self) -> torch.Tensor:
+    def __call__(self) -> torch.Tensor:
         """The tensor, restored; raises if the original was changed in place."""
         _check_version(self._alias, self._version, self._description)
-        local = self._view.of(self._restore(self.region))
-        return local if self._rebuild is None else self._rebuild(local)
+        flat = self._restore(self.region).view(self._dtype)
+        if self._gapped is not None:
+            size, stride = self._gapped
+            original = torch.empty_strided(size, stride, dtype=self._dtype, device=flat.device)
+            flat = original.copy_(flat.view(size))
+        local = flat.as_strided(self._size, self._stride, flat.storage_offset() + self._offset)
+        return local if self._wrap is None else self._wrap(local)
 
     def __del__(self) -> None:
-        self.region.drop_view(id(self))
+        self.region.views.discard(id(self))
+        if not self.region.views:
+            self.region.whole = None
 
 
 def _describe(tensor: torch.Tensor) -> str:

@@ -10,10 +10,10 @@ computes for itself, even where it shares a storage with an input.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -23,13 +23,12 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from reshard.errors import ArgumentTypeError
+from reshard.errors import require_type
 
 __all__ = [
     "Parameters", "ReplicatedInputs", "TensorLocation", "is_plain", "mark_replicated", "mesh_axis",
 ]  # fmt: skip
 
-UNKNOWN = -1
 RESCAN_PERIOD = 256
 """Lookups after which the parameters of a model are listed again."""
 
@@ -63,7 +62,6 @@ class TensorLocation:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, label: str) -> TensorLocation:
-        """The location of a tensor with elements."""
         storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         (start, stop), elements = _byte_range(tensor), _elements(tensor)
         where = (tensor._version, start, stop, _is_dense(elements), elements)
@@ -71,7 +69,6 @@ class TensorLocation:
 
     @property
     def address(self) -> int:
-        """The address of the storage."""
         return int(self.storage.cdata)
 
     def contains(self, tensor: torch.Tensor) -> bool:
@@ -111,9 +108,8 @@ def is_plain(tensor: object) -> bool:
         return False
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.is_nested:
         return False
-    if tensor.is_inference() or tensor.is_meta or tensor.is_quantized:
-        return False
-    return not tensor.is_conj() and not tensor.is_neg()
+    kinds = (tensor.is_inference(), tensor.is_meta, tensor.is_quantized)
+    return not (any(kinds) or tensor.is_conj() or tensor.is_neg())
 
 
 _marked: dict[int, list[TensorLocation]] = {}
@@ -125,8 +121,7 @@ def mark_replicated(tensor: torch.Tensor, label: str = "a marked tensor") -> tor
 
     x = mark_replicated(norm(x))      # in a module whose activations are resharded
     """
-    if not isinstance(tensor, torch.Tensor):
-        raise ArgumentTypeError(f"mark_replicated got a {type(tensor).__name__}: give a tensor")
+    require_type(tensor, torch.Tensor, "mark_replicated", "give a tensor")
     if is_plain(tensor) and tensor.numel():
         for address, locations in list(_marked.items()):
             if all(one.storage.expired() for one in locations):  # type: ignore[no-untyped-call]
@@ -142,8 +137,8 @@ class Parameters:
     """The storages of all parameters and buffers of a model: these are never kept as shares."""
 
     def __init__(self, model: nn.Module | None) -> None:
-        self._model = None if model is None else weakref.ref(model)
-        self._addresses: set[int] = set()
+        self._model = None if model is None else ref(model)
+        self._addresses: set[int | None] = set()
         self._num_lookups = 0
         self._uses_fsdp = False
 
@@ -151,25 +146,21 @@ class Parameters:
         """Whether a tensor is a parameter or a buffer, or a view of one."""
         if isinstance(tensor, nn.Parameter):
             return True
-        # FSDP gives parameters other memory while a module runs.
-        if self._uses_fsdp or self._num_lookups % RESCAN_PERIOD == 0:
-            self._scan()
-        self._num_lookups += 1
-        address = _storage_address(tensor)
-        return address != UNKNOWN and address in self._addresses
-
-    def _scan(self) -> None:
         model = None if self._model is None else self._model()
-        if model is not None:
+        # FSDP gives parameters other memory while a module runs.
+        if model is not None and (self._uses_fsdp or self._num_lookups % RESCAN_PERIOD == 0):
             tensors = (*model.parameters(), *model.buffers())
             self._addresses = {_storage_address(tensor) for tensor in tensors}
             self._uses_fsdp = any(isinstance(one, FSDPModule) for one in model.modules())
+        self._num_lookups += 1
+        address = _storage_address(tensor)
+        return address is not None and address in self._addresses
 
 
-def _storage_address(tensor: torch.Tensor) -> int:
+def _storage_address(tensor: torch.Tensor) -> int | None:
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if type(local) not in (torch.Tensor, nn.Parameter, nn.Buffer) or local.is_meta:
-        return UNKNOWN
+        return None
     return int(local.untyped_storage()._cdata)
 
 
@@ -203,26 +194,17 @@ class ReplicatedInputs:
         return axis is not None and tensor.placements[axis].is_replicate()
 
 
-_axes: weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[int, ...], int | None]] = (
-    weakref.WeakKeyDictionary()
-)
+_axes: WeakKeyDictionary[DeviceMesh, dict[tuple[int, ...], int | None]] = WeakKeyDictionary()
 
 
 def mesh_axis(mesh: DeviceMesh, ranks: tuple[int, ...]) -> int | None:
-    """The axis of a mesh along which this rank's neighbours are exactly these ranks."""
+    """The axis of a mesh along which these ranks, this one among them, are neighbours."""
     known = _axes.setdefault(mesh, {})
     if ranks not in known:
-        known[ranks] = _find_axis(mesh, ranks)
+        known[ranks] = None
+        for axis in range(mesh.ndim):
+            lines = mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()
+            if sorted(ranks) in map(sorted, lines):
+                known[ranks] = axis
+                break
     return known[ranks]
-
-
-def _find_axis(mesh: DeviceMesh, ranks: tuple[int, ...]) -> int | None:
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return None
-    for axis in range(mesh.ndim):
-        index: list[Any] = list(coordinate)
-        index[axis] = slice(None)
-        if sorted(mesh.mesh[tuple(index)].tolist()) == sorted(ranks):
-            return axis
-    return None

@@ -19,7 +19,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -62,7 +61,8 @@ class Restorer:
         self.index = self.ranks.index(dist.get_rank())
         self._plans: SizedCache[Exchanged, Plan] = SizedCache(MAX_PLAN_BYTES)
         self._order = _ReadOrder()
-        self._in_flight: _Fetch | None = None
+        self._in_flight: Callable[[], None] | None = None
+        """Completes the exchange that was started ahead of its use."""
         self._expected: list[Region] = []
         """The regions that all ranks expect to read next."""
         self._prefetched: list[Region] = []
@@ -73,14 +73,12 @@ class Restorer:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group."""
         group = self._group()
         if group is None:
             raise StateError("the process group of resharded activations was freed: keep it")
         return group
 
     def register(self, region: Region) -> None:
-        """Give a region its number."""
         with self._lock:
             self._order.add(region, torch._C._current_graph_task_id() != -1)
 
@@ -89,20 +87,33 @@ class Restorer:
         with self._lock:
             began = time.perf_counter()
             with self._reset_on_failure():
-                self._fetch_if_missing(region, timeout, headroom)
+                if region.whole is None and self._in_flight is not None:
+                    self._in_flight()
+                if region.whole is None:
+                    for other in self._prefetched:  # the prediction was wrong
+                        other.whole = None
+                    self._fetch([region], timeout, headroom, False)()
+                self._order.read(region)
+                if self._expected and region is self._prefetched[-1] and self._in_flight is None:
+                    self._in_flight = self._fetch(self._expected, timeout, headroom, True)
             region.stats.seconds_waiting += time.perf_counter() - began
             whole = region.whole
             assert whole is not None
-            self._free_older(region, 1 if headroom is not None else 2)
+            # Only the last regions that were read stay restored.
+            self._whole = [one for one in self._whole if one is not region] + [region]
+            older = self._whole[: -2 if headroom is None else -1]
+            for one in older:
+                one.whole = None
+            del self._whole[: len(older)]
             return whole
 
     def gather(self, numbers: Sequence[int], timeout: float) -> list[list[int]]:
         """The numbers of each rank; all ranks call this with equally many."""
         with self._lock, self._reset_on_failure():
-            gathered, _ = self.start([], numbers, timeout, False)()
+            gathered, _ = self._start([], numbers, timeout, False)()
             return gathered
 
-    def start(
+    def _start(
         self, regions: Sequence[Region], numbers: Sequence[int], timeout: float, ahead: bool
     ) -> Callable[[], Gathered]:
         """Start an exchange of shares and numbers; the returned function waits for its result."""
@@ -130,21 +141,10 @@ class Restorer:
 
         return finish
 
-    def _fetch_if_missing(self, region: Region, timeout: float, headroom: int | None) -> None:
-        if region.whole is None and self._in_flight is not None:
-            self._complete(self._in_flight)
-        if region.whole is None:
-            for other in self._prefetched:  # the prediction was wrong
-                other.whole = None
-            self._complete(self._fetch([region], timeout, headroom, False))
-        self._order.read(region)
-        if self._expected and region is self._prefetched[-1] and self._in_flight is None:
-            self._in_flight = self._fetch(self._expected, timeout, headroom, True)
-
     def _fetch(
         self, regions: list[Region], timeout: float, headroom: int | None, ahead: bool
-    ) -> _Fetch:
-        """Start an exchange that restores regions."""
+    ) -> Callable[[], None]:
+        """Start an exchange that restores regions; the returned function completes it."""
         for region in regions:
             region.stats.restores += 1
         regions[0].stats.collectives += 1
@@ -154,34 +154,36 @@ class Restorer:
         identities = [number for one in regions for number in one.identity]
         expected = [one.number for one in following]
         numbers = identities + expected + [0] * (MAX_BATCH - len(expected))
-        finish = self.start(regions, numbers, timeout, ahead)
-        return _Fetch(regions, following, len(identities), finish)
+        finish = self._start(regions, numbers, timeout, ahead)
+        return partial(self._complete, regions, following, len(identities), finish)
 
-    def _complete(self, fetch: _Fetch) -> None:
-        """Wait for the regions of an exchange, and for what all ranks expect next."""
-        self._in_flight, self._prefetched = None, fetch.regions
-        (gathered, wholes), count = fetch.finish(), fetch.num_identities
+    def _complete(
+        self,
+        regions: list[Region],
+        following: list[Region],
+        count: int,
+        finish: Callable[[], Gathered],
+    ) -> None:
+        """Wait for the regions of an exchange, and for what all ranks expect next.
+
+        The first ``count`` numbers of a rank identify regions, the others are those it expects.
+        """
+        self._in_flight, self._prefetched = None, regions
+        gathered, wholes = finish()
         pairs = zip(self.ranks, gathered, strict=True)
         different = [rank for rank, numbers in pairs if numbers[:count] != gathered[0][:count]]
         if different:
             raise DisagreementError(
                 "ranks ask for different tensors, or for one that is not the same on all ranks, "
-                f'beginning with "{fetch.regions[0].label}": ranks {different} differ from rank '
+                f'beginning with "{regions[0].label}": ranks {different} differ from rank '
                 f"{self.ranks[0]}; all ranks must have the same inputs, and run backward through "
                 "the same graphs in the same order, in one thread"
             )
-        for region, whole in zip(fetch.regions, wholes, strict=True):
+        for region, whole in zip(regions, wholes, strict=True):
             # Views that were freed in the meantime do not need it any more.
             region.whole = whole if region.views else None
         is_same = all(numbers[count:] == gathered[0][count:] for numbers in gathered)
-        self._expected = fetch.following if is_same else []
-
-    def _free_older(self, region: Region, count: int) -> None:
-        """Keep only the last ``count`` regions that were read restored."""
-        self._whole = [one for one in self._whole if one is not region] + [region]
-        for one in self._whole[:-count]:
-            one.whole = None
-        del self._whole[:-count]
+        self._expected = following if is_same else []
 
     @contextmanager
     def _reset_on_failure(self) -> Iterator[None]:
@@ -192,18 +194,6 @@ class Restorer:
             self._order, self._in_flight = _ReadOrder(), None
             self._expected, self._prefetched = [], []
             raise
-
-
-@dataclass(frozen=True)
-class _Fetch:
-    """One exchange that restores regions."""
-
-    regions: list[Region]
-    following: list[Region]
-    """The regions that this rank expects after them."""
-    num_identities: int
-    """How many of the numbers that each rank sends identify regions; the others are expected."""
-    finish: Callable[[], Gathered]
 
 
 class _ReadOrder:
@@ -226,7 +216,6 @@ class _ReadOrder:
         self._regions[self._count] = region
 
     def read(self, region: Region) -> None:
-        """Record that backward reads a region."""
         if self._last is not None:
             label, number = self._last
             if number == region.number:
@@ -276,8 +265,6 @@ _restorers: weakref.WeakKeyDictionary[dist.ProcessGroup, Restorer] = weakref.Wea
 
 
 def restorer_of(group: dist.ProcessGroup) -> Restorer:
-    """The restorer of a group."""
-    restorer = _restorers.get(group)
-    if restorer is None:
-        restorer = _restorers[group] = Restorer(group)
-    return restorer
+    if group not in _restorers:
+        _restorers[group] = Restorer(group)
+    return _restorers[group]

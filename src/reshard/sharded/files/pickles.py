@@ -28,8 +28,15 @@ from reshard.layout.box import Box
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.sharded.content import Content, ContentTensor, map_nested, part_shapes, wrap
 from reshard.sharded.create import content_of_shards
-from reshard.sharded.groups import Group, check_members, current_process_group, is_outside, members
-from reshard.sharded.metadata import ShardMetadata, check_disjoint, check_tensor
+from reshard.sharded.groups import (
+    Group,
+    assigned,
+    check_members,
+    current_process_group,
+    is_outside,
+    members,
+)
+from reshard.sharded.metadata import ShardMetadata, check_tensor
 from reshard.sharded.specs import layout_of_shards
 from reshard.sharded.splits import infer_sharding_spec
 from reshard.tensors.agreement import Agreement
@@ -37,12 +44,7 @@ from reshard.tensors.kinds import this_rank
 from reshard.tensors.local import piece_view
 from reshard.text import first_line, quoted
 
-__all__ = [
-    "load_files",
-    "rebuild_sharded_tensor",
-    "reduce",
-    "written_for_all",
-]
+__all__ = ["load_files", "rebuild_sharded_tensor", "reduce", "written_for_all"]
 
 State = dict[str, Any]
 
@@ -100,39 +102,44 @@ def rebuild_sharded_tensor(parts: list[torch.Tensor], state: State) -> ContentTe
             "torch.distributed.init_process_group"
         )
     group = current_process_group()
-    own = not _from_other_ranks.get()
-    if own:
-        _check_place(state, group)
+    is_own = not _from_other_ranks.get()
+    now = {"rank": this_rank(), **_place(group)}
+    names = {"local_rank": "Local rank", "rank": "Global rank", "world_size": "Local world size"}
+    for key, name in names.items() if is_own else ():
+        if state[key] != now[key]:
+            raise StateError(
+                f"{name} at save time was {state[key]}, but at load time was {now[key]}: load the "
+                "file of this rank, or all files with reshard.sharded.load_files"
+            )
     shape, shards = tuple(state["shape"]), tuple(ShardMetadata(*row) for row in state["shards"])
     layout = layout_of_shards(shape, shards) if shards else Layout.from_dict(state["layout"])
-    if own:
-        check_members(layout.ranks, group)
-        if shards:
-            check_disjoint(shards)
-            check_tensor(shards, shape)
-    dtype = getattr(torch, state["dtype"], None)
     device = parts[0].device if parts else torch.device(state["device"])
     if shards and parts:
         shards = tuple(shard.on(device) for shard in shards)
-    spec = infer_sharding_spec(shards) if shards else None
+    spec = infer_sharding_spec(shards) if shards else None  # refuses shards that overlap
+    if is_own:
+        check_members(layout.ranks, group)
+    if is_own and shards:
+        check_tensor(shards, shape)
+    dtype = getattr(torch, state["dtype"], None)
     content = Content(layout, shape, dtype, tuple(parts), device, group, spec, shards or None)  # type: ignore[arg-type]
     _check_parts(content, state["rank"])
-    tensor = _restore_flags(wrap(content), state["requires_grad"], state["parameter"])
+    tensor = _with_flags(content, state["requires_grad"], state["parameter"])
     tensor._saved_rank = state["rank"]
     return tensor
 
 
-def _restore_flags(tensor: ContentTensor, requires_grad: bool, parameter: bool) -> ContentTensor:
-    """The tensor with ``requires_grad``, or as a parameter, as it was saved."""
-    if requires_grad:
-        tensor.requires_grad_()
-    if parameter:
+def _with_flags(content: Content, requires_grad: bool, is_parameter: bool) -> ContentTensor:
+    tensor = wrap(content)
+    tensor.requires_grad_(requires_grad)
+    if is_parameter:
         tensor._is_param = True
     return tensor
 
 
-def _boxes_of(content: Content, rank: int) -> list[tuple[Box, torch.Tensor]]:
-    """The boxes that a rank has of a tensor, and their values in the parts that it saved."""
+def _boxes_of(tensor: ContentTensor) -> list[tuple[Box, torch.Tensor]]:
+    """The boxes that the rank that saved a tensor has of it, and their values."""
+    content, rank = tensor._content, tensor._saved_rank
     layout, parts = content.layout, content.parts
     if isinstance(layout, BoxLayout):
         return list(zip(layout.boxes.get(rank, ()), parts, strict=True))
@@ -141,22 +148,6 @@ def _boxes_of(content: Content, rank: int) -> list[tuple[Box, torch.Tensor]]:
     flat = parts[0].contiguous()
     pieces = layout.pieces(rank, content.shape)
     return [(piece.box, piece_view(flat, piece).contiguous()) for piece in pieces]
-
-
-def _check_place(state: State, group: Group) -> None:
-    """Refuse shards of other ranks, and of a group of another size."""
-    place = _place(group)
-    compared = {
-        "Local rank": (state["local_rank"], place["local_rank"]),
-        "Global rank": (state["rank"], this_rank()),
-        "Local world size": (state["world_size"], place["world_size"]),
-    }
-    for what, (before, now) in compared.items():
-        if before != now:
-            raise StateError(
-                f"{what} at save time was {before}, but at load time was {now}: load the file of "
-                "this rank, or all files with reshard.sharded.load_files"
-            )
 
 
 def _check_parts(content: Content, rank: int) -> None:
@@ -170,8 +161,8 @@ def _check_parts(content: Content, rank: int) -> None:
     shapes = [tuple(part.shape) for part in parts]
     if shapes != wanted:
         raise ArgumentError(f"rank {rank} has saved parts {shapes} and its layout has {wanted}")
-    if any(part.dtype != content.dtype for part in parts):
-        kinds = sorted({str(part.dtype) for part in parts})
+    kinds = sorted({str(part.dtype) for part in parts})
+    if kinds not in ([], [str(content.dtype)]):
         raise ArgumentError(f"rank {rank} has saved parts of {kinds} as {content.dtype}")
 
 
@@ -184,7 +175,7 @@ Path = str | PathLike[str]
 Key = tuple[object, ...]
 """The keys and indices of a value in nested dicts and lists."""
 Row = dict[str, Any]
-"""One sharded tensor in a file: its kind, boxes and device."""
+"""One sharded tensor in a file: its kind, and its shards on the rank that has read it."""
 
 
 @dataclass(frozen=True)
@@ -225,9 +216,8 @@ def load_files(
         return {index: _rows(files[index]) for index in mine}
 
     rows_by_rank = Agreement(group, "loading files", error=ArgumentError).run(read)
-    by_file = {
-        int(index): (rank, own[index]) for rank, own in rows_by_rank.items() for index in own
-    }
+    # JSON has made texts of the numbers of files.
+    by_file = {int(index): own[index] for own in rows_by_rank.values() for index in own}
     rows = [by_file[index] for index in range(len(paths))]
     joined: dict[int, ContentTensor] = {}
     for name, tensor in files[0].sharded.items():
@@ -236,21 +226,16 @@ def load_files(
             own = [files[index].sharded[name] for index in mine]
             joined[id(tensor)] = _join(name, rows, own, paths, group)
 
-    def whole_of(value: Any) -> Any:
-        return joined[id(value)] if isinstance(value, ContentTensor) else value
-
-    state: dict[str, Any] = map_nested(whole_of, files[0].state)
+    state: State = map_nested(lambda one: joined[id(one)], files[0].state, ContentTensor)
     return state
 
 
 def _read(path: Path, weights_only: bool, map_location: Any) -> File:
-    token = _from_other_ranks.set(True)
     try:
-        state = torch.load(path, map_location=map_location, weights_only=weights_only)
+        with assigned(_from_other_ranks, True):
+            state = torch.load(path, map_location=map_location, weights_only=weights_only)
     except Exception as error:
         raise _wrong(path, f"cannot be read: {first_line(error)}") from error
-    finally:
-        _from_other_ranks.reset(token)
     if not isinstance(state, dict):
         raise _wrong(path, f"holds a {type(state).__name__}, not a state dict")
     entries = dict(_entries(state, ()))
@@ -263,12 +248,9 @@ def _wrong(path: Path, why: str) -> ArgumentError:
 
 
 def _entries(value: Any, key: Key) -> list[tuple[Key, Any]]:
-    if isinstance(value, dict):
-        inside = list(value.items())
-    elif isinstance(value, list | tuple):
-        inside = list(enumerate(value))
-    else:
+    if not isinstance(value, dict | list | tuple):
         return [(key, value)]
+    inside = value.items() if isinstance(value, dict) else enumerate(value)
     return [entry for name, one in inside for entry in _entries(one, (*key, name))]
 
 
@@ -301,52 +283,41 @@ def _are_equal(one: Any, two: Any) -> bool:
 
 
 def _rows(file: File) -> dict[str, Row]:
-    """The sharded tensors of a file, as JSON."""
+    """The sharded tensors of a file that this rank has read, as JSON."""
     rows = {}
     for name, tensor in file.sharded.items():
-        content = tensor._content
-        boxes = _boxes_of(content, tensor._saved_rank)
+        content, boxes = tensor._content, [box for box, _ in _boxes_of(tensor)]
+        place = f"rank:{this_rank()}/{content.device}"
         rows[name] = {
             "kind": [list(content.shape), str(content.dtype), tensor.requires_grad],
-            "boxes": [[list(box.start), list(box.shape)] for box, _ in boxes],
-            "device": str(content.device),
+            "shards": [ShardMetadata(box.start, box.shape, place).to_row() for box in boxes],
         }
     return rows
 
 
 def _join(
     name: str,
-    rows: list[tuple[int, dict[str, Row]]],
+    rows: list[dict[str, Row]],
     own: list[ContentTensor],
     paths: Sequence[Path],
     group: Group,
 ) -> ContentTensor:
     """One tensor of the shards that all files have of it."""
-    kinds = [row[name]["kind"] for _, row in rows]
+    kinds = [row[name]["kind"] for row in rows]
     for path, kind in zip(paths, kinds, strict=True):
         if kind != kinds[0]:
             raise _wrong(path, f"has {quoted(name)} as {kind}, the first as {kinds[0]}")
     size, dtype, requires_grad = kinds[0]
-    shards = _metadata(name, rows)
-    pieces = [piece for one in own for piece in _boxes_of(one._content, one._saved_rank)]
-    by_box = {(box.start, box.shape): part for box, part in reversed(pieces)}
-    wanted = [(one.shard_offsets, one.shard_sizes) for one in shards if one.rank == this_rank()]
-    parts = [by_box[one] for one in wanted]
+    listed = [ShardMetadata(*shard) for row in rows for shard in row[name]["shards"]]
+    first = {one.box: one for one in reversed(listed)}
+    # A box in several files comes from the first of them; boxes without elements all stay.
+    shards = tuple(one for one in listed if one.is_empty or first[one.box] is one)
+    values = {box: part for one in reversed(own) for box, part in reversed(_boxes_of(one))}
+    parts = [values[one.box] for one in shards if one.rank == this_rank()]
     dtype = getattr(torch, dtype.removeprefix("torch."))
     try:
         content = content_of_shards(shards, size, dtype, parts, group)
     except ArgumentError as error:
         raise _wrong(paths[0], f"and the others do not make up {quoted(name)}: {error}") from None
     is_parameter = any(isinstance(one, torch.nn.Parameter) for one in own)
-    return _restore_flags(wrap(content), requires_grad, is_parameter)
-
-
-def _metadata(name: str, rows: list[tuple[int, dict[str, Row]]]) -> tuple[ShardMetadata, ...]:
-    """All shards, on the ranks that have read them; a box in several files comes from the first."""
-    shards: dict[object, ShardMetadata] = {}
-    for rank, row in rows:
-        for offsets, sizes in row[name]["boxes"]:
-            shard = ShardMetadata(offsets, sizes, f"rank:{rank}/{row[name]['device']}")
-            key = (shard.shard_offsets, shard.shard_sizes)
-            shards.setdefault((key, rank, len(shards)) if shard.is_empty else key, shard)
-    return tuple(shards.values())
+    return _with_flags(content, requires_grad, is_parameter)

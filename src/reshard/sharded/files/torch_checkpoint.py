@@ -1,4 +1,4 @@
-"""Sharded tensors in ``torch.distributed.checkpoint``: the chunks that a rank writes and reads.
+"""Sharded tensors in ``torch.distributed.checkpoint``, and in state dicts of modules.
 
 torch's planners ask a tensor for its chunks if it has the three methods of DTensor
 (``__create_write_items__``, ``__create_chunk_list__``, ``__get_tensor_shard__``). torch writes a
@@ -8,34 +8,55 @@ offsets. So all ranks must split a tensor into the same chunks:
     rank 0   [0:6)                 [0:4) of rank 0
     rank 1      [4:9)      ->      [4:6) of both, written by one of them
                                    [6:9) of rank 1
+
+With ``full_state_dict=True``, ``get_model_state_dict`` and the functions beside it gather DTensors
+and torch's own ShardedTensors, and leave any other tensor as it is: shards would pass for whole
+tensors. torch has no registry for tensor classes there, so the functions that gather and scatter
+are replaced by functions that handle our tensors and call the original ones for all others. This
+happens when the first ShardedTensor is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from math import prod
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed import _state_dict_utils
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from reshard.errors import ArgumentError, OperationError
+from reshard.errors import ArgumentError, DisagreementError, OperationError, TensorError
 from reshard.layout.box import Box, Piece, row_major
-from reshard.layout.boxlist import Listed, listed_of
+from reshard.layout.boxlist import listed_of
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.words import Packed
-from reshard.sharded.content import Content, ContentTensor, per_layout
+from reshard.sharded.content import Content, ContentTensor, map_nested, per_layout, wrap
+from reshard.sharded.files.pickles import written_for_all
+from reshard.sharded.groups import assigned, members
+from reshard.sharded.move import gather_on, local_part, split_parts
+from reshard.tensors.agreement import Agreement
 from reshard.tensors.kinds import this_rank
 from reshard.tensors.local import box_view, piece_view
 from reshard.text import quoted
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-    from torch.distributed.checkpoint.planner import WriteItem
+__all__ = ["CheckpointTensor", "install", "pre_load_state_dict_hook", "state_dict_hook"]
 
-__all__ = ["CheckpointTensor"]
+Tensors = dict[str, Any]
+Function = Callable[..., Any]
+LOADING = "loading a full state dict (with broadcast_from_rank0=True rank 0 alone may have it)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +79,6 @@ class CheckpointTensor(ContentTensor):
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         """The chunks that this rank can write."""
-        from torch.distributed.checkpoint.metadata import (
-            ChunkStorageMetadata,
-            MetadataIndex,
-            TensorProperties,
-        )
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
         content = self._content
         _check_saved(fqn, content)
         size, common = torch.Size(content.shape), TensorProperties.create_from_tensor(self)
@@ -84,8 +98,6 @@ class CheckpointTensor(ContentTensor):
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """The chunks that this rank reads."""
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
         try:
             _check_values("loading it", self._content)
         except OperationError as error:
@@ -121,33 +133,29 @@ def _check_saved(name: str, content: Content) -> None:
     """Refuse tensors without values of their own, or without all of them."""
     what = f"saving {quoted(name)}"
     _check_values(what, content)
-    for part in content.parts:
-        if part.is_meta or part.is_conj() or part.is_neg():
-            kind = "on the meta device" if part.is_meta else "a lazy conjugate or negative"
-            why = f"it is {kind}; give a tensor with memory of its own, such as a clone()"
-            raise _refused(what, content, why)
+    if any(part.is_meta for part in content.parts):
+        why = "it is on the meta device; give a tensor with memory of its own"
+        raise _refused(what, content, why)
     if dist.is_initialized():
         available = _num_elements(content.layout, content.shape)
     else:  # the elements of this process
         available = sum(chunk.box.size for chunk in _chunks(content).values())
     if available != prod(content.shape):
-        raise _refused(
-            what,
-            content,
+        why = (
             f"its shards have {available} of {prod(content.shape)} elements, and the others would "
             "be missing; reshard the tensor so that every element is on some rank of a process "
-            "group",
+            "group"
         )
+        raise _refused(what, content, why)
 
 
 def _check_values(what: str, content: Content) -> None:
     if content.layout.reduce is not None:
-        raise _refused(
-            what,
-            content,
+        why = (
             f"a {content.layout.reduce[0]} over its ranks is pending, and a checkpoint holds "
-            "values; reshard the tensor first",
+            "values; reshard the tensor first"
         )
+        raise _refused(what, content, why)
 
 
 def _refused(what: str, content: Content, why: str) -> OperationError:
@@ -179,21 +187,20 @@ def _chunks_on(
     is_only_flat = (
         flat and not any(layout.words.dims) and not any(isinstance(cut, Packed) for cut in flat)
     )
+    boxes = list(pieces)
+    if not is_only_flat:
+        listed = listed_of(layout, shape)
+        places = np.flatnonzero(listed.holders == rank)
+        rows = np.searchsorted(listed.first, places, side="right") - 1
+        starts, stops = listed.starts[rows].tolist(), listed.stops[rows].tolist()
+        boxes = [Box(tuple(low), tuple(high)) for low, high in zip(starts, stops, strict=True)]
     chunks = {}
-    for box in pieces if is_only_flat else _boxes_on(listed_of(layout, shape), rank):
-        # Boxes of other ranks split those of this one only if they overlap without being equal.
-        outer = box if box in pieces else next(one for one in pieces if box in one)
-        chunks[box.start] = Chunk(box, *pieces[outer])
+    for box in boxes:
+        if box.size:
+            # Boxes of other ranks split those of this one only if they overlap and are not equal.
+            outer = box if box in pieces else next(one for one in pieces if box in one)
+            chunks[box.start] = Chunk(box, *pieces[outer])
     return chunks
-
-
-def _boxes_on(listed: Listed, rank: int) -> Iterator[Box]:
-    """The boxes of a list that a rank holds."""
-    places = np.flatnonzero(listed.holders == rank)
-    rows = np.searchsorted(listed.first, places, side="right") - 1
-    starts, stops = listed.starts[rows].tolist(), listed.stops[rows].tolist()
-    boxes = (Box(tuple(low), tuple(high)) for low, high in zip(starts, stops, strict=True))
-    return (box for box in boxes if box.size)
 
 
 @per_layout
@@ -202,3 +209,173 @@ def _num_elements(layout: Layout, shape: tuple[int, ...]) -> int:
         return prod(shape)
     listed = listed_of(layout, shape)
     return int((listed.stops - listed.starts).prod(axis=1).sum())
+
+
+def install() -> None:
+    """Replace the functions of torch that gather and scatter the tensors of a state dict."""
+    transform = _replaced(DefaultSavePlanner.transform_object, _transform_object)
+    DefaultSavePlanner.transform_object = transform  # type: ignore[method-assign]
+    for name, replacement in REPLACEMENTS.items():
+        known = [_state_dict_utils, sys.modules.get("torch.distributed.checkpoint.state_dict")]
+        for module in [one for one in known if hasattr(one, name)]:
+            setattr(module, name, _replaced(getattr(module, name), replacement))
+
+
+def _replaced(original: Function, replacement: Function) -> Function:
+    @wraps(original)
+    def call(*args: Any, **options: Any) -> Any:
+        return replacement(original, *args, **options)
+
+    return call
+
+
+def _transform_object(original: Function, *args: object) -> Any:
+    """One rank pickles objects that are no tensors."""
+    with assigned(written_for_all, True):
+        return original(*args)
+
+
+def _gather_state_dict(original: Function, state_dict: object, **options: Any) -> Any:
+    """ShardedTensors become whole tensors."""
+    ranks = options.get("ranks_only") or ()
+
+    def whole_of(tensor: ContentTensor) -> torch.Tensor | None:
+        group = members(tensor._content.group)
+        whole = gather_on(tensor._content, [one for one in group if not ranks or one in ranks])
+        # One by one: the whole tensors of a model may not fit on the device together.
+        return whole.cpu() if whole is not None and options.get("cpu_offload") else whole
+
+    return original(map_nested(whole_of, state_dict, ContentTensor), **options)
+
+
+def _distribute_state_dict(
+    original: Function, full: Tensors, local: Tensors, *args: object, **options: object
+) -> None:
+    """Every rank has whole tensors and takes its own parts."""
+    _check_same_names(_contents(local, [*full]))
+    for name, value in full.items():
+        wanted = _contents(local, [name])
+        original({name: value}, local, *args, **options)
+        _take_parts(local, wanted)
+
+
+def _broadcast_tensors(
+    original: Function,
+    full: Tensors,
+    local: Tensors,
+    keys: Sequence[str],
+    *args: Any,
+    **options: Any,
+) -> None:
+    """Every rank gets the whole tensors of rank 0 and takes its own parts."""
+    wanted = _contents(local, keys)
+    original(full, local, keys, *args, **options)
+    _take_parts(local, wanted)
+
+
+def _broadcast_state_dict(
+    original: Function, full: Tensors, local: Tensors, *args: object, **options: object
+) -> None:
+    """The same for tensors without dims, which torch handles separately."""
+    scalars = {name: one for name, one in _contents(local, [*local]).items() if not one.shape}
+    original(full, local, *args, **options)
+    _take_parts(local, scalars)
+
+
+REPLACEMENTS: Mapping[str, Function] = {
+    "_gather_state_dict": _gather_state_dict,
+    "_distribute_state_dict": _distribute_state_dict,
+    "_broadcast_tensors": _broadcast_tensors,
+    "_broadcast_state_dict": _broadcast_state_dict,
+}
+
+
+def _check_same_names(wanted: Mapping[str, Content]) -> None:
+    """Wait for the other ranks, which must load the same names; other shards would not change.
+
+    If only rank 0 has the state dict, ``broadcast_from_rank0=True`` is the right option.
+    """
+    groups = {members(content.group): content.group for content in wanted.values()}
+    for ranks, group in sorted(groups.items(), key=lambda pair: pair[0]):
+        if len(ranks) == 1:
+            continue
+        own = sorted(name for name, one in wanted.items() if members(one.group) == ranks)
+        gathered = Agreement(group, LOADING).gather(own)
+        (first, names), *others = sorted((rank, set(one)) for rank, one in gathered.items())
+        for rank, other in others:
+            if other != names:
+                name = min(other ^ names)
+                has, lacks = (first, rank) if name in names else (rank, first)
+                raise DisagreementError(
+                    f"rank {has} has {quoted(name)} in its full state dict and rank {lacks} has "
+                    "not: give the same to all ranks, or to rank 0 with broadcast_from_rank0=True"
+                )
+
+
+def _contents(local: Tensors, names: Sequence[str]) -> dict[str, Content]:
+    """The contents of the sharded tensors among these names."""
+    pairs = ((name, local.get(name)) for name in names)
+    return {name: one._content for name, one in pairs if isinstance(one, ContentTensor)}
+
+
+def _take_parts(local: Tensors, wanted: Mapping[str, Content]) -> None:
+    """Replace the whole tensors that torch has stored by this rank's parts of them."""
+    for name, like in wanted.items():
+        full: Any = local.get(name)
+        if type(full) not in (torch.Tensor, nn.Parameter):
+            continue
+        if tuple(full.shape) != like.shape:
+            raise TensorError(
+                f"{quoted(name)} has shape {list(full.shape)} in the state dict and the "
+                f"ShardedTensor has {list(like.shape)}: load the state dict of a model of the same "
+                "sizes"
+            )
+        if like.layout.reduce is not None:
+            raise OperationError(
+                f"{quoted(name)} is loaded into a ShardedTensor of layout {quoted(like.layout)}, "
+                "of which a sum is pending: reshard it first"
+            )
+        if like.layout.holds(this_rank()) is None:
+            content = like.of_kind(full.dtype, full.device)
+        else:
+            part = local_part(full.detach(), like.layout)
+            content = like.with_parts(split_parts(part, like.layout))
+        local[name] = wrap(content)
+
+
+def state_dict_hook(
+    module: nn.Module, destination: dict[str, Any], prefix: str, local_metadata: object
+) -> None:
+    """Add ShardedTensors that are plain attributes to the state dict of a module.
+
+    For ``module._register_state_dict_hook``; parameters do not need it.
+    """
+    for path, one in module.named_modules():
+        for name, value in vars(one).items():
+            if isinstance(value, ContentTensor):
+                destination[_key(prefix, path, name)] = value
+
+
+def pre_load_state_dict_hook(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: object,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Set plain attributes to the ShardedTensors that a state dict has for them.
+
+    For ``module._register_load_state_dict_pre_hook`` with ``with_module=True``.
+    """
+    for path, one in module.named_modules():
+        for name in vars(one):
+            value = state_dict.get(_key(prefix, path, name))
+            if isinstance(value, ContentTensor):
+                setattr(one, name, value)
+
+
+def _key(prefix: str, path: str, name: str) -> str:
+    return f"{prefix}{path}.{name}" if path else f"{prefix}{name}"

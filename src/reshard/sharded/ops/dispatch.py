@@ -28,6 +28,7 @@ from reshard.sharded.content import (
     wrap,
 )
 from reshard.sharded.move import all_agree, copy_into, reduced, replicated_content, whole
+from reshard.sharded.ops import elementwise
 from reshard.sharded.ops.dtensor import (
     Args,
     Kwargs,
@@ -38,16 +39,6 @@ from reshard.sharded.ops.dtensor import (
     run_in_dtensor,
     unsupported,
     written,
-)
-from reshard.sharded.ops.elementwise import (
-    as_plain,
-    is_elementwise,
-    is_loss,
-    is_on_lists,
-    result_strides,
-    run_elementwise,
-    run_loss,
-    run_on_lists,
 )
 from reshard.tensors.kinds import this_rank
 
@@ -83,10 +74,10 @@ def _run_whole(func: Op, args: Args, kwargs: Kwargs, targets: list[Value]) -> Va
     contents = [one for one in targets if isinstance(one, Content)]
     copies = {id(one): whole(one).clone() for one in contents}
 
-    def lend(value: Value) -> Value:
-        return copies[id(value)] if id(value) in copies else as_plain(value)
+    def lend(content: Content) -> torch.Tensor:
+        return copies[id(content)] if id(content) in copies else whole(content)
 
-    positional, named = map_nested(lend, (args, kwargs))
+    positional, named = map_nested(lend, (args, kwargs), Content)
     results = func(*positional, **named)
     for one in contents:
         result = copies[id(one)]
@@ -99,12 +90,12 @@ def _run_whole(func: Op, args: Args, kwargs: Kwargs, targets: list[Value]) -> Va
         copy_into(one, replicated_content(result, one.group))
     owners = {id(copies[id(one)]): one for one in contents}
 
-    def result_of(value: Value) -> Value:
-        if not isinstance(value, torch.Tensor) or any(value is one for one in targets):
-            return value
-        return owners[id(value)] if id(value) in owners else replicated_content(value, group)
+    def result_of(tensor: torch.Tensor) -> torch.Tensor | Content:
+        if any(tensor is one for one in targets):
+            return tensor
+        return owners[id(tensor)] if id(tensor) in owners else replicated_content(tensor, group)
 
-    return map_nested(result_of, results)
+    return map_nested(result_of, results, torch.Tensor)
 
 
 def _needs_whole(func: Op, args: Args) -> bool:
@@ -128,8 +119,8 @@ def _needs_whole(func: Op, args: Args) -> bool:
     if packet in CONVOLUTIONS:
         count = CONVOLUTIONS[packet]
         batches, weights = args[:count], args[count : count + 2]
-        return any(
-            not isinstance(one, Content) or _split_dims(one.layout, one.shape) - {0}
+        return not all(
+            isinstance(one, Content) and _split_dims(one.layout, one.shape) <= {0}
             for one in batches
         ) or any(isinstance(one, Content) and _split_dims(one.layout, one.shape) for one in weights)
     if func.is_view or packet in KEEPS_CONJUGATES or torch.Tag.reduction in func.tags:
@@ -152,24 +143,20 @@ def dispatch(func: Op, args: Args, kwargs: Kwargs) -> Value:
     _check_written(func, targets)
     owners: dict[int, ContentTensor] = {}
 
-    def content_of(value: Value) -> Value:
-        if not isinstance(value, ContentTensor):
-            return value
-        owners[id(value._content)] = value
-        return value._content
+    def content_of(tensor: ContentTensor) -> Content:
+        owners[id(tensor._content)] = tensor
+        return tensor._content
 
-    def tensor_of(value: Value) -> Value:
-        if not isinstance(value, Content):
-            return value
-        return owners[id(value)] if id(value) in owners else wrap(value)
+    def tensor_of(content: Content) -> ContentTensor:
+        return owners[id(content)] if id(content) in owners else wrap(content)
 
     included = torch._C._SetExcludeDispatchKeyGuard
     with included(LAZY[0], False), included(LAZY[1], False), included(LAZY[2], False):
-        contents, named = map_nested(content_of, (args, kwargs))
+        contents, named = map_nested(content_of, (args, kwargs), ContentTensor)
         result = run(func, contents, named)
         if torch.Tag.nondeterministic_seeded in func.tags:
             _agree_on_random(result)
-    result = map_nested(tensor_of, result)
+    result = map_nested(tensor_of, result, Content)
     if func.is_view and isinstance(args[0], ContentTensor):
         _mark_copies(args[0], result)
     return result
@@ -184,13 +171,13 @@ def run(func: Op, args: Args, kwargs: Kwargs) -> Value:
     if view is not None:
         viewed = run(view, args, kwargs)
         return map_nested(lambda one: run(aten.clone.default, (one,), {}), viewed)
-    if is_loss(func):
-        return run_loss(func, args, kwargs, run)
+    if elementwise.is_loss(func):
+        return elementwise.run_loss(func, args, kwargs, run)
     targets = written(func, args, kwargs)
-    if is_elementwise(func) and len(targets) < 2:
-        return run_elementwise(func, args, kwargs)
-    if is_on_lists(func):
-        return run_on_lists(func, args, kwargs, run)
+    if elementwise.is_elementwise(func) and len(targets) < 2:
+        return elementwise.run_elementwise(func, args, kwargs)
+    if elementwise.is_on_lists(func):
+        return elementwise.run_on_lists(func, args, kwargs, run)
     if targets or _needs_whole(func, args):
         return _run_whole(func, args, kwargs, targets)
     return run_in_dtensor(func, args, kwargs)
@@ -226,8 +213,7 @@ def _mark_copies(base: ContentTensor, result: Value) -> None:
         if isinstance(view, ContentTensor):
             parts = [part for part in view._content.parts if part.numel()]
             copied = any(part.untyped_storage().data_ptr() not in memory for part in parts)
-            if copied or base._is_view_copy:
-                view._is_view_copy = True
+            view._is_view_copy = copied or base._is_view_copy
 
 
 def _agree_on_random(result: Value) -> None:
@@ -256,16 +242,9 @@ def _repeating_ranks(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(repeating)
 
 
-def _to_copy(func: Op, args: Args, kwargs: Kwargs) -> Content:
-    """Another dtype or device, also on ranks without parts."""
-    content = reduced(args[0])  # rounding each addend would change the sum
-    parts = [func(part, **kwargs) for part in content.parts]
-    content = replace(content, stated_stride=result_strides(content, kwargs))
-    if parts:
-        return content.with_parts(parts)
-    dtype, device = kwargs.get("dtype"), kwargs.get("device")
-    where = content.device if device is None else torch.device(device)
-    return content.of_kind(dtype or content.dtype, where)
+def _to_copy(func: Op, args: Args, kwargs: Kwargs) -> Value:
+    # Rounding each addend would change the sum.
+    return elementwise.run_elementwise(func, (reduced(args[0]),), kwargs)
 
 
 def _new_strided(func: Op, args: Args, kwargs: Kwargs) -> Value:

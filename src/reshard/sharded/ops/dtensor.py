@@ -77,7 +77,6 @@ def each_value(args: Iterable[Value]) -> Iterator[Value]:
 
 
 def first_content(args: Args, kwargs: Kwargs) -> Content:
-    """The content of the first sharded tensor among arguments."""
     values = each_value((*args, *kwargs.values()))
     return next(value for value in values if isinstance(value, Content))
 
@@ -120,7 +119,6 @@ def _mesh_of(content: Content) -> DeviceMesh:
 
 
 def _dtensor_from(content: Content, mesh: DeviceMesh) -> DTensor:
-    """The same memory as a DTensor."""
     placements = _placements(content.layout, mesh, content.shape)
     if placements is None:
         raise OperationError(
@@ -177,7 +175,6 @@ def fits_dtensor(content: Content) -> bool:
 
 
 def _content_of(tensor: DTensor, group: Group) -> Content:
-    """The content of a DTensor."""
     # Without placements that only DTensor knows: of masked lookups, of norms.
     known = (Shard, Replicate, _StridedShard)
     kept = [
@@ -218,19 +215,17 @@ def run_in_dtensor(func: Op, args: Args, kwargs: Kwargs) -> Value:
             return dtensor_of(own, mesh, [Replicate()] * mesh.ndim, own.shape, stride=own.stride())
         return value
 
-    def result_of(value: object) -> object:
-        if not isinstance(value, DTensor):
-            return value
+    def result_of(result: DTensor) -> Content:
         for dtensor, content in sources:
-            if value is dtensor:
+            if result is dtensor:
                 return content
         # A sum is done once, in the order of ranks and before anything rounds it; otherwise each
         # operation that uses the tensor would do it again.
-        return reduced(_content_of(value, first.group))
+        return reduced(_content_of(result, first.group))
 
     try:
         positional, named = map_nested(lend, (_normalized_dims(func, args), kwargs))
-        return map_nested(result_of, func(*positional, **named))
+        return map_nested(result_of, func(*positional, **named), DTensor)
     except LiveError:
         raise
     except (ReshardError, NotImplementedError, RuntimeError, AssertionError) as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import islice
 from math import prod
 
 import torch
@@ -29,8 +30,7 @@ from reshard.tensors.kinds import this_rank
 from reshard.tensors.local import box_view
 
 __all__ = [
-    "as_plain", "is_elementwise", "is_loss", "is_on_lists", "result_strides", "run_elementwise",
-    "run_loss", "run_on_lists",
+    "is_elementwise", "is_loss", "is_on_lists", "run_elementwise", "run_loss", "run_on_lists",
 ]  # fmt: skip
 
 aten = torch.ops.aten
@@ -77,7 +77,6 @@ def is_elementwise(func: Op) -> bool:
 
 
 def run_elementwise(func: Op, args: Args, kwargs: Kwargs) -> Value:
-    """Run an operation on single elements, shard by shard."""
     values = (*args, *kwargs.values())
     tensors = [value for value in values if isinstance(value, torch.Tensor | Content)]
     targets = written(func, args, kwargs)
@@ -88,6 +87,8 @@ def run_elementwise(func: Op, args: Args, kwargs: Kwargs) -> Value:
         return run_in_dtensor(func, args, kwargs)
     operands = [_parts_like(value, like) for value in args]
     named = {name: _parts_like(value, like) for name, value in kwargs.items()}
+    if not like.parts:
+        named.pop("memory_format", None)  # the operands have no elements, and one dim
     results = [
         func(
             *(_of_part(operand, number) for operand in operands),
@@ -97,19 +98,14 @@ def run_elementwise(func: Op, args: Args, kwargs: Kwargs) -> Value:
     ]
     if targets:
         return targets[0]
-    return _join(replace(like, stated_stride=result_strides(like, kwargs)), results)
+    memory_format, stride = kwargs.get("memory_format"), like.stated_stride
+    if memory_format not in (None, torch.preserve_format):
+        stride = torch.empty(like.shape, device="meta", memory_format=memory_format).stride()
+    return _join(replace(like, stated_stride=stride), results)
 
 
 def _of_part(operand: Value, number: int) -> Value:
     return operand[number] if isinstance(operand, tuple) else operand
-
-
-def result_strides(like: Content, kwargs: Kwargs) -> tuple[int, ...] | None:
-    """The strides of a result: those of the operand, unless a memory format is asked for."""
-    asked = kwargs.get("memory_format")
-    if asked is None or asked is torch.preserve_format:
-        return like.stated_stride
-    return torch.empty(like.shape, device="meta", memory_format=asked).stride()
 
 
 def _widest(tensors: list[Value]) -> Content | None:
@@ -117,13 +113,14 @@ def _widest(tensors: list[Value]) -> Content | None:
     contents = [value for value in tensors if isinstance(value, Content)]
     if any(content.layout.reduce for content in contents):
         return None
-    shapes = [value.shape for value in tensors]
-    shape = tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    shapes = {tuple(value.shape) for value in tensors}
+    shape = next(iter(shapes))
+    if len(shapes) > 1:  # comparing is much quicker than broadcasting, and most are equal
+        shape = tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
     return next((content for content in contents if content.shape == shape), None)
 
 
 def _join(like: Content, results: list[Value]) -> Value:
-    """The results of all parts as one content."""
     if isinstance(results[0], tuple):
         return tuple(_join(like, list(column)) for column in zip(*results, strict=True))
     if not isinstance(results[0], torch.Tensor):
@@ -142,7 +139,7 @@ def _parts_like(value: Value, like: Content) -> Value:
     if not isinstance(value, torch.Tensor | Content):
         return value
     if not value.shape and like.shape:
-        return as_plain(value)
+        return _as_plain(value)
     content = value if isinstance(value, Content) else replicated_content(value, like.group)
     if content.shape != like.shape:
         return _broadcast(content, like)
@@ -151,8 +148,7 @@ def _parts_like(value: Value, like: Content) -> Value:
     return content.parts if like.parts else torch.empty(0, dtype=value.dtype, device=value.device)
 
 
-def as_plain(value: Value) -> Value:
-    """The whole tensor of a content; any other value as it is."""
+def _as_plain(value: Value) -> Value:
     return whole(value) if isinstance(value, Content) else value
 
 
@@ -168,7 +164,6 @@ def _broadcast(content: Content, like: Content) -> Value:
 
 
 def is_loss(func: Op) -> bool:
-    """Whether an operation is a loss over elements, or the gradient of one."""
     return func.overloadpacket in LOSSES or func.overloadpacket in LOSS_GRADIENTS
 
 
@@ -198,12 +193,10 @@ def run_loss(func: Op, args: Args, kwargs: Kwargs, run: Run) -> Value:
 
 
 def is_on_lists(func: Op) -> bool:
-    """Whether an operation is on lists of tensors."""
     return bool(func.overloadpacket.__name__.startswith(PREFIXES))
 
 
 def run_on_lists(func: Op, args: Args, kwargs: Kwargs, run: Run) -> Value:
-    """Run an operation on lists of plain tensors and contents."""
     if func.overloadpacket is aten._amp_foreach_non_finite_check_and_unscale_:
         return _unscale(func, *args, **kwargs)
     reduction = REDUCTIONS.get(func.overloadpacket)
@@ -222,8 +215,11 @@ def run_on_lists(func: Op, args: Args, kwargs: Kwargs, run: Run) -> Value:
     _write_back(func, args, likes, columns)
     if not func._schema.returns:
         return None
-    groups = zip(likes, _by_tensor(results, likes), strict=True)
-    return [parts[0] if like is None else like.with_parts(parts) for like, parts in groups]
+    rest = iter(results)
+    return [
+        next(rest) if like is None else like.with_parts([next(rest) for _ in like.parts])
+        for like in likes
+    ]
 
 
 def _unscale(func: Op, tensors: Args, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
@@ -243,35 +239,26 @@ def _write_back(func: Op, args: Args, likes: list[Content | None], columns: list
         is_list = isinstance(value, list | tuple) and len(value) == len(likes)
         if info is None or not info.is_write or index == 0 or not is_list:
             continue
-        for one, like, parts in zip(value, likes, _by_tensor(columns[index], likes), strict=True):
+        rest = iter(columns[index])
+        for one, like in zip(value, likes, strict=True):
+            parts = tuple(islice(rest, 1 if like is None else len(like.parts)))
             if like is None or not isinstance(one, Content):
                 continue
-            if one.shape != like.shape or one.is_like(like):
-                continue
-            copy_into(one, replace(like, parts=tuple(parts), dtype=one.dtype))
+            if one.shape == like.shape and not one.is_like(like):
+                copy_into(one, replace(like, parts=parts, dtype=one.dtype))
 
 
 def _column(value: Value, likes: list[Content | None]) -> Value:
     """A list of operands, one for every part of every tensor; a single value stays single."""
     if not isinstance(value, list | tuple):
-        return as_plain(value)
+        return _as_plain(value)
     if len(value) != len(likes):
         return value
     column: list[Value] = []
     for one, like in zip(value, likes, strict=True):
         if like is None:
-            column.append(as_plain(one))
+            column.append(_as_plain(one))
             continue
         parts = _parts_like(one, like)  # on all ranks: others may need parts of this one
         column += parts if isinstance(parts, tuple) else [parts] * len(like.parts)
     return column
-
-
-def _by_tensor(column: Value, likes: list[Content | None]) -> list[list[Value]]:
-    """A column of parts, grouped by the tensors that they belong to."""
-    rest, groups = list(column), []
-    for like in likes:
-        count = 1 if like is None else len(like.parts)
-        groups.append(rest[:count])
-        rest = rest[count:]
-    return groups

@@ -23,13 +23,7 @@ from reshard.sharded.move import all_agree
 from reshard.sharded.ops.dtensor import Args, Kwargs, each_value
 from reshard.sharded.ops.lookup import call_on_inputs
 
-__all__ = [
-    "allclose",
-    "call",
-    "custom_sharded_op_impl",
-    "custom_sharding_spec_op",
-    "equal",
-]
+__all__ = ["allclose", "call", "custom_sharded_op_impl", "custom_sharding_spec_op", "equal"]
 
 HEADS = 1
 """The dim of heads; tensors are (batch, heads, sequence, head dim)."""
@@ -67,13 +61,13 @@ def _have_whole_heads(contents: list[Content]) -> bool:
     first, layout = contents[0], contents[0].layout
     if any(one.ndim != 4 for one in contents) or isinstance(layout, BoxLayout) or layout.reduce:
         return False
-    if set(layout.ranks) != set(members(first.group)):
-        return False
-    if any(cut for dim, cut in enumerate(layout.dims(first.shape)) if dim != HEADS):
-        return False
     # With uneven shards, a rank's query heads need not be those of its key heads.
-    return all(
-        one.layout == layout and one.shape[HEADS] % len(layout.ranks) == 0 for one in contents
+    return (
+        {*layout.ranks} == {*members(first.group)}
+        and not any(cut for dim, cut in enumerate(layout.dims(first.shape)) if dim != HEADS)
+        and all(
+            one.layout == layout and one.shape[HEADS] % len(layout.ranks) == 0 for one in contents
+        )
     )
 
 
@@ -148,9 +142,7 @@ def call(func: Function, types: object, args: Args, kwargs: Kwargs) -> Any:
 def _call(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Call a function below ``__torch_function__``."""
     if _writes_plain(func, args, kwargs):
-        args, kwargs = map_nested(
-            lambda one: to_whole(one) if isinstance(one, ContentTensor) else one, (args, kwargs)
-        )
+        args, kwargs = map_nested(to_whole, (args, kwargs), ContentTensor)
     elif torch.is_grad_enabled() and func not in OF_AUTOGRAD:
         args, kwargs = _with_replicas(args, kwargs)
     # ``requires_grad_`` of a ShardedTensor also registers the hook that lays out gradients.
@@ -174,17 +166,12 @@ def _call(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 def equal(one: object, other: object) -> bool:
     """Whether two sharded tensors have equal elements and equal layouts, on all ranks."""
-    return all_agree(_content(one), _content(other), torch.equal)
+    return all_agree(one, other, torch.equal)
 
 
 def allclose(one: object, other: object, *args: Any, **kwargs: Any) -> bool:
     """Whether two sharded tensors have close elements and equal layouts, on all ranks."""
-    close = torch.allclose
-    return all_agree(_content(one), _content(other), lambda a, b: close(a, b, *args, **kwargs))
-
-
-def _content(value: object) -> object:
-    return value._content if isinstance(value, ContentTensor) else value
+    return all_agree(one, other, lambda a, b: torch.allclose(a, b, *args, **kwargs))
 
 
 def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
@@ -223,18 +210,16 @@ def _with_replicas(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     simple = ContentTensor | int | float | str | torch.dtype | None
     if not kwargs and all(isinstance(arg, simple) for arg in args):
         return args, kwargs
-    values = list(each_value((*args, *kwargs.values())))
-    sharded = [value for value in values if isinstance(value, ContentTensor)]
-    if not sharded or not any(map(_needs_gradient, values)):
+    values = each_value((*args, *kwargs.values()))
+    first = next((value for value in values if isinstance(value, ContentTensor)), None)
+    if first is None:
         return args, kwargs
-    group = sharded[0]._content.group
-    replaced: tuple[Args, Kwargs] = map_nested(
-        lambda one: replicated(one, group) if _needs_gradient(one) else one, (args, kwargs)
-    )
+    group = first._content.group
+
+    def replica(tensor: torch.Tensor) -> torch.Tensor:
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        collects = is_plain and tensor.requires_grad and tensor.numel() > 0
+        return replicated(tensor, group) if collects else tensor
+
+    replaced: tuple[Args, Kwargs] = map_nested(replica, (args, kwargs), torch.Tensor)
     return replaced
-
-
-def _needs_gradient(value: object) -> bool:
-    """Whether a value is a plain tensor that requires gradients."""
-    kind = type(value) in (torch.Tensor, torch.nn.Parameter)
-    return kind and value.requires_grad and value.numel() > 0  # type: ignore[attr-defined]

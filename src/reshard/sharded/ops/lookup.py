@@ -13,6 +13,7 @@ all ranks' losses give it. Ranks compare hashes of their inputs to find out whic
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -26,7 +27,7 @@ from torch.nn import functional as F
 from reshard.errors import OperationError
 from reshard.sharded.autograd import lay_out_gradient, linear, replicated, to_whole
 from reshard.sharded.content import Content, ContentTensor, part_shapes, wrap
-from reshard.sharded.groups import members
+from reshard.sharded.groups import digest, members
 from reshard.sharded.ops.dtensor import Args, Kwargs, fits_dtensor
 from reshard.tensors.agreement import Agreement
 from reshard.tensors.kinds import materialize, this_rank
@@ -47,20 +48,22 @@ def call_on_inputs(
     weight, inputs = named.get("weight"), named.get("input")
     if not isinstance(weight, ContentTensor) or weight._content.layout.reduce is not None:
         return call(args, kwargs)
-    if isinstance(inputs, ContentTensor) and func is not F.embedding_bag:
-        return call(args, kwargs)
-    if not isinstance(inputs, torch.Tensor) or inputs.is_meta or torch.compiler.is_compiling():
+    is_sharded = isinstance(inputs, ContentTensor) and func is not F.embedding_bag
+    has_values = isinstance(inputs, torch.Tensor) and not inputs.is_meta
+    if is_sharded or not has_values or torch.compiler.is_compiling():
         return call(args, kwargs)  # there are no values to compare
     for name, value in named.items():
         if name not in ("weight", "bias") and isinstance(value, ContentTensor):
             named[name] = to_whole(value)
     lookup = _Lookup(func, named, weight)
     differ, rows = lookup.compare_inputs()
-    if differ:
-        return lookup.on_rows(rows, differ)
-    if func is not F.embedding_bag and lookup.suits_dtensor:
+    options = map(named.get, ("max_norm", "scale_grad_by_freq", "sparse"))
+    sharded = (one for one in (weight, named.get("bias")) if isinstance(one, ContentTensor))
+    suits_dtensor = func is not F.embedding_bag and not any(options)
+    if not differ and suits_dtensor and all(fits_dtensor(one._content) for one in sharded):
         return call(args, kwargs)
-    return replicated(lookup.on_rows(rows, differ), weight._content.group)
+    result = lookup.on_rows(rows, differ)
+    return result if differ else replicated(result, weight._content.group)
 
 
 @cache
@@ -78,14 +81,6 @@ class _Lookup:
     named: Kwargs
     weight: ContentTensor
 
-    @property
-    def suits_dtensor(self) -> bool:
-        """Whether DTensor can do it with a weight, and a bias, of this layout."""
-        given = map(self.named.get, ("max_norm", "scale_grad_by_freq", "sparse"))
-        both = (self.weight, self.named.get("bias"))
-        contents = (one._content for one in both if isinstance(one, ContentTensor))
-        return not any(given) and all(map(fits_dtensor, contents))
-
     def compare_inputs(self) -> tuple[bool, torch.Tensor]:
         """Whether the inputs of ranks differ, and the rows that any rank needs; all raise, or none.
 
@@ -97,8 +92,7 @@ class _Lookup:
             rows = self._checked_rows()
         except Exception as error:
             problem = error
-        common = repr([self.named.get(name) for name in ("max_norm", "norm_type")])
-        options = int.from_bytes(blake2b(common.encode(), digest_size=7).digest(), "big")
+        options = digest(repr([self.named.get(name) for name in ("max_norm", "norm_type")]))
         own = [self._hash(), options, int(problem is not None), len(rows)]
         numbers = _gathered(torch.tensor(own, device=content.device), content)
         hashes, all_options, failures, counts = zip(*(one.tolist() for one in numbers), strict=True)
@@ -118,7 +112,6 @@ class _Lookup:
         return True, union.to(rows.device)
 
     def _hash(self) -> int:
-        """Hash the plain inputs to 56 bits."""
         state = blake2b(digest_size=7)
         for name, value in sorted(self.named.items()):
             if name in ("weight", "bias") or not isinstance(value, torch.Tensor):
@@ -160,20 +153,15 @@ class _Lookup:
             if isinstance(bias, ContentTensor):
                 bias = rows_of(bias, every, differ)
             return F.linear(self.named["input"], rows_of(self.weight, every, differ), bias)
-        if self.named["max_norm"] is not None:
-            self._renormalize(rows)
+        max_norm, content = self.named["max_norm"], self.weight._content
+        if max_norm is not None:  # scale down the rows that any rank looks up, as the functions do
+            with torch.no_grad():
+                table = _fetched(content, rows)
+                every = torch.arange(len(rows), device=table.device)
+                norm_type = float(self.named["norm_type"])
+                torch.embedding_renorm_(table, every, float(max_norm), norm_type)
+                _put(content, rows, table)
         return self._look_up_in(rows_of(self.weight, rows, differ), rows)
-
-    def _renormalize(self, rows: torch.Tensor) -> None:
-        """Scale down the rows that any rank looks up to ``max_norm``, as the functions do."""
-        content = self.weight._content
-        with torch.no_grad():
-            table = _fetched(content, rows)
-            every = torch.arange(len(rows), device=table.device)
-            torch.embedding_renorm_(
-                table, every, float(self.named["max_norm"]), float(self.named["norm_type"])
-            )
-            _put(content, rows, table)
 
     def _look_up_in(self, table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The result of the function with a table of these rows only."""
@@ -239,51 +227,46 @@ def _gradient_of(
 def _fetched(content: Content, rows: torch.Tensor) -> torch.Tensor:
     """Some rows of a tensor on all ranks; each sends its part of them, in one collective."""
     table = torch.empty(len(rows), *content.shape[1:], dtype=content.dtype, device=content.device)
-    regions = _table_regions(content, rows)
-    pairs = zip(content.shards, regions.get(this_rank(), []), strict=True)
-    own = []
-    for shard, region in pairs:
-        places = rows[region[0]].to(content.device) - shard.metadata.shard_offsets[0]
+    regions, ranks = _table_regions(content, rows), members(content.group)
+    own = [table.new_empty(0)]
+    for shard, (held, *_) in zip(content.shards, regions[this_rank()], strict=True):
+        places = rows[held].to(content.device) - shard.metadata.shard_offsets[0]
         own.append(shard.tensor.index_select(0, places).reshape(-1))
-    flat = torch.cat(own) if own else table.new_empty(0)
-    ranks = members(content.group)
-    padded = flat.new_zeros(
-        max(sum(table[one].numel() for one in regions.get(rank, [])) for rank in ranks)
-    )
+    flat = torch.cat(own)
+    longest = max(sum(table[one].numel() for one in regions[rank]) for rank in ranks)
+    padded = flat.new_zeros(longest)
     padded[: len(flat)] = flat
     # As bytes: backends do not know all dtypes.
     gathered = _gathered(padded.view(torch.uint8), content)
     for rank, sent in zip(ranks, gathered, strict=True):
-        values, begin = sent.view(flat.dtype), 0
-        for region in regions.get(rank, []):
+        values = sent.view(flat.dtype)
+        for region in regions[rank]:
             part = table[region]
-            part.copy_(values[begin : begin + part.numel()].view(part.shape))
-            begin += part.numel()
+            part.copy_(values[: part.numel()].view(part.shape))
+            values = values[part.numel() :]
     return table
 
 
-Regions = dict[int, list[tuple[slice, ...]]]
+Regions = defaultdict[int, list[tuple[slice, ...]]]
 """For each rank, the regions of a table that its shards have."""
 
 
 def _table_regions(content: Content, rows: torch.Tensor) -> Regions:
-    """The regions of the shards of every rank in a table of some rows."""
-    regions: Regions = {}
-    shards = content.shards_metadata
-    ends = [(one.shard_offsets[0], one.shard_offsets[0] + one.shard_sizes[0]) for one in shards]
+    regions: Regions = defaultdict(list)
+    boxes = [shard.box for shard in content.shards_metadata]
+    ends = [(box.start[0], box.stop[0]) for box in boxes]
     edges = torch.tensor(ends, dtype=torch.int64, device=rows.device).reshape(-1, 2)
     places = torch.searchsorted(rows, edges).tolist()
-    for shard, (start, stop) in zip(shards, places, strict=True):
+    for shard, box, (start, stop) in zip(content.shards_metadata, boxes, places, strict=True):
         assert shard.rank is not None
-        others = zip(shard.shard_offsets[1:], shard.shard_sizes[1:], strict=True)
-        region = (slice(start, stop), *(slice(one, one + size) for one, size in others))
-        regions.setdefault(shard.rank, []).append(region)
+        others = map(slice, box.start[1:], box.stop[1:])
+        regions[shard.rank].append((slice(start, stop), *others))
     return regions
 
 
 def _put(content: Content, rows: torch.Tensor, table: torch.Tensor) -> None:
     """Write rows of a table into this rank's shards."""
-    regions = _table_regions(content, rows).get(this_rank(), [])
+    regions = _table_regions(content, rows)[this_rank()]
     for shard, region in zip(content.shards, regions, strict=True):
         places = rows[region[0]].to(content.device) - shard.metadata.shard_offsets[0]
         shard.tensor.index_copy_(0, places, table[region].to(content.device))
