@@ -75,10 +75,10 @@ class Record:
 
     __slots__ = ("args", "items", "maker", "state")
 
-    def __init__(self, maker: Global | None, args: tuple[Any, ...]) -> None:
+    def __init__(self, maker: Global | None, args: tuple[Any, ...] = (), state: Any = None) -> None:
         self.maker = maker
         self.args = args
-        self.state: Any = None
+        self.state = state
         self.items: list[Any] = []
 
     @property
