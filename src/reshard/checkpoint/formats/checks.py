@@ -31,7 +31,7 @@ __all__ = [
 
 Value = TypeVar("Value")
 
-_PLAIN = (int, float, str, bool, type(None))
+_PLAIN = (int, float, type(None))
 MAX_SHOWN = 8
 MAX_DIMS = 32
 MAX_ELEMENTS = 1 << 48
@@ -63,12 +63,11 @@ def checked_shape(values: object, where: str, name: str | None = None) -> tuple[
     sizes = None if too_long else whole_numbers(values)
     if sizes is not None and prod(size or 1 for size in sizes) <= MAX_ELEMENTS:
         return sizes
+    why = "sizes are numbers from 0 on"
+    if too_long or sizes is not None:
+        why = "no tensor has that many dims or elements"
     about = where if name is None else f"{where}: tensor {quoted(name)}"
-    if not too_long and sizes is None:
-        raise DamageError(f"{about} has the shape {shown(values)}: sizes are numbers from 0 on")
-    raise DamageError(
-        f"{about} has the shape {shown(values)}: no tensor has that many dims or elements"
-    )
+    raise DamageError(f"{about} has the shape {shown(values)}: {why}")
 
 
 def shown(value: object) -> str:
@@ -77,16 +76,15 @@ def shown(value: object) -> str:
     >>> shown([2, "x"]), shown([[2]]), shown(2.5)
     ('[2, "x"]', 'a list', '2.5')
     """
-    if isinstance(value, list | tuple):
-        first = value[:MAX_SHOWN]
-        if all(isinstance(part, _PLAIN) for part in first):
-            inner = ", ".join(map(shown, first))
-            more = ", ..." if len(value) > MAX_SHOWN else ""
-            return f"[{inner}{more}]" if isinstance(value, list) else f"({inner}{more})"
-        return f"a {type(value).__name__}"
     if isinstance(value, str):
         return quoted(value)
-    return str(value) if isinstance(value, _PLAIN) else f"a {type(value).__name__}"
+    if isinstance(value, _PLAIN):
+        return str(value)
+    first = value[:MAX_SHOWN] if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(part, (str, *_PLAIN)) for part in first):
+        return f"a {type(value).__name__}"
+    inner = ", ".join(map(shown, first)) + ", ..." * (len(value) > MAX_SHOWN)
+    return f"[{inner}]" if isinstance(value, list) else f"({inner})"
 
 
 MAX_NOTED = 1000
@@ -94,19 +92,16 @@ MAX_NOTED = 1000
 
 @dataclass(slots=True)
 class Findings:
-    """Problems of a checkpoint, and notes for its reader; one line each."""
+    """Problems of a checkpoint, and notes for its reader; one line each.
+
+    As a context it notes DamageError and UnsupportedError, and goes on after the block. It is no
+    generator: 100,000 of these take a second.
+    """
 
     damage: list[str] = field(default_factory=list)
     unsupported: list[str] = field(default_factory=list)
     """Content that is not damaged, as far as is known, and cannot be read."""
     notes: list[str] = field(default_factory=list)
-
-    def noting(self) -> Findings:
-        """A ``with`` block that notes DamageError and UnsupportedError and goes on after it.
-
-        Not a generator: 100,000 of these take a second.
-        """
-        return self
 
     def __enter__(self) -> None:
         return
@@ -122,32 +117,28 @@ class Findings:
 
     def found(self, what: str) -> None:
         """Note one damage, up to a limit."""
-        if len(self.damage) < MAX_NOTED:
-            self.damage.append(what)
+        _append(self.damage, what)
 
     def refuse(self, what: str) -> None:
         """Note something that is not supported, up to a limit."""
-        if len(self.unsupported) < MAX_NOTED:
-            self.unsupported.append(what)
+        _append(self.unsupported, what)
+
+    def note(self, what: str) -> None:
+        """Note something that is no problem but worth knowing."""
+        _append(self.notes, what)
 
     def refuse_doubled(self, doubled: Mapping[tuple[str, str], Sequence[str]], advice: str) -> None:
         """Note tensors that are in two files each, where nothing decides between these."""
         for (one, two), names in doubled.items():
-            tensors = and_more([quoted(name) for name in names])
             self.refuse(
-                f"tensor {tensors} is in {one} and in {two}, and nothing says which "
-                f"of them counts: {advice}"
+                f"tensor {and_more([quoted(name) for name in names])} is in {one} and in {two}, "
+                f"and nothing says which of them counts: {advice}"
             )
 
     @property
     def any(self) -> bool:
         """Whether something could not be read."""
         return bool(self.damage or self.unsupported)
-
-    def note(self, what: str) -> None:
-        """Note something that is no problem but worth knowing."""
-        if len(self.notes) < MAX_NOTED:
-            self.notes.append(what)
 
     def check(self, root: str) -> None:
         """Raise the first problem; damage before unsupported content."""
@@ -156,6 +147,11 @@ class Findings:
                 more = len(found) - 1
                 others = f" (and {more} more: reshard inspect {root} lists them)" if more else ""
                 raise kind(f"{found[0]}{others}")
+
+
+def _append(lines: list[str], what: str) -> None:
+    if len(lines) < MAX_NOTED:
+        lines.append(what)
 
 
 @dataclass(frozen=True, slots=True)

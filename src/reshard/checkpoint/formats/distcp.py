@@ -37,7 +37,7 @@ from reshard.checkpoint.formats.torch.tensors import (
     view_of,
 )
 from reshard.checkpoint.formats.torch.unpickler import Record, unpickle
-from reshard.checkpoint.storage.local import Range, Storage, check_path
+from reshard.checkpoint.storage.local import Range, Storage, StoredFile, check_path
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.layout.box import Box
 from reshard.text import quoted
@@ -87,9 +87,9 @@ def read_distcp_folder(reading: Reading) -> Catalog:
             f"{root} is a .distcp folder, which records the layout of its tensors: leave "
             f"out {given}"
         )
-    paths = [*ranks.values()] or [METADATA]
-    catalogs = [_read_metadata(reading, path) for path in paths]
-    catalog = catalogs[0] if len(catalogs) == 1 else _joined(catalogs)
+    files: dict[StoredFile, int] = {}
+    catalogs = [_read_metadata(reading, path, files) for path in ranks.values() or [METADATA]]
+    catalog = replace(_joined(catalogs), files=(*files,))
     if ranks and rules is not None:
         from reshard.checkpoint.formats.ranks import join_by_rules
 
@@ -98,14 +98,15 @@ def read_distcp_folder(reading: Reading) -> Catalog:
     elif len(catalogs) > 1:
         _check_names_apart(root, catalogs, [*ranks])
     # Files of a .distcp that no metadata names were left by an earlier save on more ranks.
-    used = {*paths, *(file.path for file in catalog.files)}
-    others = tuple(file for file in reading.listed if file.path not in used)
-    stale = [file.path for file in others if is_distcp(file.path)]
+    unused = [file for file in reading.listed if file not in files]
+    others = tuple(file for file in unused if not is_distcp(file.path))
+    known = {METADATA, *ranks.values()}
+    stale = [f.path for f in unused if is_distcp(f.path) and f.path not in known]
     if stale:
         reading.findings.note(
             f"{quoted(stale[0])} is not named in {METADATA} ({len(stale)} such files)"
         )
-    return replace(catalog, others=tuple(file for file in others if not is_distcp(file.path)))
+    return replace(catalog, others=others)
 
 
 def _metadata_of_ranks(reading: Reading) -> dict[int, str]:
@@ -125,22 +126,15 @@ def _metadata_of_ranks(reading: Reading) -> dict[int, str]:
 
 def _joined(catalogs: Sequence[Catalog]) -> Catalog:
     """All catalogs as one; the first wins for names that several have."""
-    joined = Catalog(catalogs[0].root, catalogs[0].format, (), {})
-    for one in catalogs:
-        first = len(joined.files)
-        tensors = {
-            name: replace(t, pieces=tuple(replace(p, file=p.file + first) for p in t.pieces))
-            for name, t in one.tensors.items()
-        }
-        objects = {name: replace(o, file=o.file + first) for name, o in one.objects.items()}
+    joined, *rest = catalogs
+    for one in rest:
         joined = replace(
             joined,
-            files=(*joined.files, *one.files),
-            tensors={**tensors, **joined.tensors},
-            objects={**objects, **joined.objects},
+            tensors={**one.tensors, **joined.tensors},
+            objects={**one.objects, **joined.objects},
             nesting={**one.nesting, **joined.nesting},
             extras={**one.extras, **joined.extras},
-            crcs=(*joined.crcs, *(crc._replace(file=crc.file + first) for crc in one.crcs)),
+            crcs=(*joined.crcs, *one.crcs),
         )
     return joined
 
@@ -159,8 +153,8 @@ def _check_names_apart(root: str, catalogs: Sequence[Catalog], ranks: Sequence[i
             home[name] = rank
 
 
-def _read_metadata(reading: Reading, path: str) -> Catalog:
-    """The catalog that a ``.metadata`` describes, without the other files of the folder."""
+def _read_metadata(reading: Reading, path: str, files: dict[StoredFile, int]) -> Catalog:
+    """The catalog that a ``.metadata`` describes; adds and numbers the files that it names."""
     storage, listed, findings = reading.storage, reading.listed, reading.findings
     where, size = storage.where(path), storage.size(path)
     if size > MAX_METADATA:
@@ -176,14 +170,16 @@ def _read_metadata(reading: Reading, path: str) -> Catalog:
     sizes = {file.path: file.size for file in listed}
     shared = _check_ranges(storage.root, placed.values(), sizes, findings)
     named = {path for path, _, _ in placed.values()}
-    files = tuple(file for file in listed if file.path in named)
-    numbers = {file.path: number for number, file in enumerate(files)}
+    for file in listed:
+        if file.path in named:
+            files.setdefault(file, len(files))
+    numbers = {file.path: number for file, number in files.items()}
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, StoredObject] = {}
     chunks: list[_Chunk] = []
     count, most = 0, size // CHUNK_BYTES
     for name, entry in described.items():
-        with findings.noting():
+        with findings:
             found = _entry(name, entry, placed, where)
             if isinstance(found, StoredTensor):
                 tensors[name] = found
@@ -207,7 +203,7 @@ def _read_metadata(reading: Reading, path: str) -> Catalog:
     return Catalog(
         storage.root,
         "distcp",
-        files,
+        (*files,),
         {name: replace(t, pieces=tuple(pieces.get(name, ()))) for name, t in tensors.items()},
         objects,
         nesting=_paths(metadata.field("planner_data")),
@@ -340,7 +336,7 @@ def _pieces(
     order = sorted(chunks, key=lambda chunk: chunk.range)
     archives = each_archive(storage, [chunk.range for chunk in order], MAX_PICKLE)
     for chunk, archive in zip(order, archives, strict=True):
-        with findings.noting():
+        with findings:
             if isinstance(archive, CheckpointError):
                 content = f"it holds {chunk.box} of {quoted(chunk.tensor)}"
                 raise type(archive)(f"{archive}; {content}")

@@ -198,7 +198,7 @@ def survey_catalog(
     listed = storage.list()
     findings = Findings()
     catalog = Catalog(storage.root, "unreadable", (), {}, others=listed)
-    with findings.noting():
+    with findings:
         kind, files = _recognise(storage, listed)
         catalog = replace(catalog, format=kind)
         catalog = _read(kind, files, Reading(storage, listed, findings, rules, mesh))

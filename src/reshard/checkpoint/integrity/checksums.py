@@ -109,13 +109,13 @@ class Checksums:
             path: {"ends": sums.ends, "sums": sums.sums.hex()}
             for path, sums in sorted(self.files.items())
         }
-        lines = [
-            f'"reshard-checksums": {VERSION}',
-            f'"files": {_compact(files)}',
-            f'"digests": {_compact(dict(sorted(self.digests.items())))}',
-        ]
+        entries: dict[str, Any] = {"reshard-checksums": VERSION}
         if self.request is not None:
-            lines.insert(1, f'"request": {_compact(dict(self.request))}')
+            entries["request"] = dict(self.request)
+        entries |= {"files": files, "digests": dict(sorted(self.digests.items()))}
+        lines = (
+            f'"{key}": {json.dumps(value, separators=(",", ":"))}' for key, value in entries.items()
+        )
         body = ("{" + ",\n".join(lines) + ",\n").encode()
         return body + _seal(body)
 
@@ -139,12 +139,12 @@ class Checksums:
         try:
             files = {check_path(path): _read_sums(entry) for path, entry in data["files"].items()}
             digests = {str(name): _hex(digest) for name, digest in data["digests"].items()}
-            request = None if data.get("request") is None else dict(data["request"])
+            request = data.get("request")
+            return Checksums(files, digests, None if request is None else dict(request))
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise DamageError(
                 f"{where} is not what reshard writes ({' '.join(str(error).split())}): {_ADVICE}"
             ) from None
-        return Checksums(files, digests, request)
 
 
 _ADVICE = "restore it from a copy, or delete it to continue without checksums"
@@ -269,11 +269,11 @@ class Checker:
     def finish_file(self, storage: Storage, path: str) -> int:
         """Read all unchecked chunks of a file; returns the number of bytes."""
         with self._lock:
-            every = [(path, index) for index in range(len(self._files[path].ends))]
+            every = ((path, index) for index in range(len(self._files[path].ends)))
             left = [one for one in every if one not in self._done]
         return self._read_again(storage, left)
 
-    def _read_again(self, storage: Storage, left: list[tuple[str, int]]) -> int:
+    def _read_again(self, storage: Storage, left: Iterable[tuple[str, int]]) -> int:
         count = 0
         for path, index in left:
             chunk = self._files[path].chunk(index)
@@ -295,22 +295,23 @@ class Checker:
         if partial is None:
             return
         with partial.lock:
-            if partial.next != start:
-                return
-            partial.hasher.update(part)
-            partial.next += len(part)
-            if partial.next == chunk.stop:
-                self._judge(path, index, chunk, partial.hasher.digest())
+            if partial.next == start:
+                partial.hasher.update(part)
+                partial.next += len(part)
+                if partial.next == chunk.stop:
+                    self._judge(path, index, chunk, partial.hasher.digest())
 
     def _judge(self, path: str, index: int, chunk: ChunkSum, found: bytes) -> None:
         key, is_right = (path, index), found == chunk.sum
         with self._lock:
-            is_known = is_right or not self._done.get(key, True)
-            self._done[key] = is_right and self._done.get(key, True)
+            was_right = self._done.get(key, True)
+            self._done[key] = is_right and was_right
             self._open.pop(key, None)
-        if not is_right and self._found is None:
+        if is_right:
+            return
+        if self._found is None:
             raise DamageError(damage(f"{self.root}/{path}", chunk, found))
-        if not is_known and self._found is not None:
+        if was_right:
             self._found(path, chunk, found)
 
 
@@ -338,10 +339,6 @@ def _hasher(data: Bytes = b"") -> Any:
     from xxhash import xxh3_128
 
     return xxh3_128(data)
-
-
-def _compact(data: object) -> str:
-    return json.dumps(data, separators=(",", ":"))
 
 
 def _seal(body: bytes) -> bytes:

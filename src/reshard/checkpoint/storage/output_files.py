@@ -210,12 +210,11 @@ class OutputFiles:
             try:
                 # Whole blocks directly, if there are enough, and the rest through the cache.
                 low, high = whole_blocks(offset, len(data))
+                done = 0
                 if entry.direct is not None and high - low >= MIN_DIRECT:
                     _write_cached(entry.descriptor, offset, data[:low])
                     done = low + write_direct(entry.direct, offset + low, data[low:high])
-                    _write_cached(entry.descriptor, offset + done, data[done:])
-                else:
-                    _write_cached(entry.descriptor, offset, data)
+                _write_cached(entry.descriptor, offset + done, data[done:])
             except OSError as error:
                 raise UnfinishedError(
                     f"{self.folder / self.files[file].path}: bytes {offset} to "

@@ -61,7 +61,7 @@ class RemoteStorage(Storage):
             )
         files = []
         for name, info in found.items():
-            path = str(name).removeprefix(self._base).lstrip("/")
+            path = self._path(name)
             *folders, last = path.split("/")
             if path and not last.startswith(OURS) and not any(f.startswith(".") for f in folders):
                 files.append(StoredFile(path, self._record_size(path, info)))
@@ -70,32 +70,26 @@ class RemoteStorage(Storage):
     def size(self, path: str) -> int:
         if (known := self._sizes.get(path)) is not None:
             return known
-        return self._record_size(path, self._call(self.where(path), "info", self._full(path)))
+        return self._record_size(path, self._info(path))
 
     def versions(self, paths: Sequence[str]) -> Sequence[str | None]:
         self._files.invalidate_cache()
-        listed = {} if self.is_file else self._call(self.root, "find", self._base, detail=True)
-        infos = {str(name).removeprefix(self._base).lstrip("/"): listed[name] for name in listed}
-        versions = {path: _version(infos.get(path, {})) for path in paths}
-        unknown = [path for path, version in versions.items() if version is None]
-
-        def request(path: str) -> str | None:
-            return _version(self._call(self.where(path), "info", self._full(path)))
-
-        versions.update(zip(unknown, self._concurrently(request, unknown), strict=True))
-        return [versions[path] for path in paths]
+        found = {} if self.is_file else self._call(self.root, "find", self._base, detail=True)
+        listed = {self._path(name): _version(info) for name, info in found.items()}
+        unknown = [path for path in paths if listed.get(path) is None]
+        infos = self._concurrently(self._info, unknown)
+        listed |= {path: _version(info) for path, info in zip(unknown, infos, strict=True)}
+        return [listed[path] for path in paths]
 
     def read_many(self, ranges: Sequence[Range]) -> Sequence[bytes]:
         return self._concurrently(lambda wanted: self._read(*wanted), ranges)
 
     def _read(self, path: str, offset: int, length: int) -> bytes:
-        self._check_range(path, offset, length)
+        self._check_range(path, offset, length, self.size(path))
         if not length:
             return b""
-        where = self.where(path)
-        found: bytes = self._call(
-            where, "cat_file", self._full(path), start=offset, end=offset + length
-        )
+        where, end = self.where(path), offset + length
+        found: bytes = self._call(where, "cat_file", self._full(path), start=offset, end=end)
         if len(found) > length:
             raise CheckpointError(
                 f"{where}: {length} bytes from {offset} were requested and {len(found)} were "
@@ -103,8 +97,8 @@ class RemoteStorage(Storage):
             )
         if len(found) < length:
             raise DamageError(
-                f"{where}: bytes {offset} to {offset + length} are needed and only {len(found)} "
-                "came: it is truncated"
+                f"{where}: bytes {offset} to {end} are needed and only {len(found)} came: it is "
+                "truncated"
             )
         return found
 
@@ -121,6 +115,12 @@ class RemoteStorage(Storage):
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         flat = buffer.cast("B")
         flat[:] = self.read(path, offset, len(flat))
+
+    def _path(self, name: object) -> str:
+        return str(name).removeprefix(self._base).lstrip("/")
+
+    def _info(self, path: str) -> Any:
+        return self._call(self.where(path), "info", self._full(path))
 
     def _full(self, path: str) -> str:
         return f"{self._base}/{check_path(path)}"

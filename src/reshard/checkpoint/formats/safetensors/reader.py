@@ -84,7 +84,7 @@ def read_headed(
     for one in read_headers(storage, files, findings):
         own = None
         if KEY in one.header.metadata:
-            with findings.noting():
+            with findings:
                 own = OwnMetadata.parse(one.header.metadata[KEY], one.where)
         headed.append(replace(one, own=own))
     if index is not None:
@@ -129,7 +129,7 @@ def read_headers(
         starts = storage.read_many([(f.path, 0, min(f.size, FIRST_READ)) for f in batch])
         for file, data in zip(batch, starts, strict=True):
             where = storage.where(file.path)
-            with findings.noting():
+            with findings:
                 length = header_length(data, file.size, where)
                 text = data[8 : 8 + length]
                 if len(text) < length:
@@ -263,19 +263,19 @@ def read_sharded(reading: Reading, headed: Sequence[HeadedFile]) -> Catalog:
     gathered: dict[str, _Gathered] = {}
     layouts: dict[str, str] = {}
     for number, one in enumerate(headed):
-        with findings.noting():
+        with findings:
             offsets: dict[str, Any] | None = None  # of a file that holds whole tensors
             if (text := one.header.metadata.get(SHARDING)) is not None:
                 data = text.encode("utf-8", "surrogatepass")
                 offsets = read_json(data, f"{one.where}: {SHARDING}")
             for name, local in one.header.tensors.items():
-                with findings.noting():
+                with findings:
                     _gather(gathered, name, local, number, one, offsets)
         own = one.own.tensors if one.own else {}
         layouts |= {name: tensor.layout for name, tensor in own.items() if tensor.layout}
     tensors = {}
     for name, found in gathered.items():
-        with findings.noting():
+        with findings:
             tensors[name] = _tensor(name, found)
     if reading.mesh is None and any(found.shape is None for found in gathered.values()):
         findings.note(

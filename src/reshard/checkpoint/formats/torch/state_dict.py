@@ -178,7 +178,7 @@ def _read_files(
         findings.found(f"{storage.where(path)} is missing: the names of the other files imply it")
     contents = dict(known)
     for number, file in enumerate(files):
-        with findings.noting():
+        with findings:
             if number not in known:
                 contents[number] = read_torch_file(storage, file, findings, number)
     return contents
@@ -203,7 +203,7 @@ def read_torch_file(
             )
         content.nesting[name] = path
         if is_tensor(leaf):
-            with findings.noting():
+            with findings:
                 where = f"{archive.where}: tensor {quoted(name)}"
                 content.tensors[name] = view_of(leaf, where).within(archive, where)
         elif is_plain(leaf, visits):

@@ -84,7 +84,7 @@ class View:
 
     def within(self, archive: Archive, where: str) -> LocalTensor:
         """The tensor in an archive whose pickle has this record."""
-        member = archive.storages.get(self.storage)
+        member = archive.members.get(f"data/{self.storage}")
         if member is None and self.length:
             raise DamageError(f"{where}: the archive has no storage {self.storage}")
         if member is not None and member.size != self.length:
