@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -141,16 +140,15 @@ class PieceTable:
     def _runs_of(self, row: int) -> PieceTable:
         """One box split at every gap: its outer dims are enumerated, its inner dims are one run."""
         shape, strides = self.shapes[row].tolist(), self.strides[row].tolist()
-        inner = len(shape)
-        while inner and (
-            shape[inner - 1] == 1 or strides[inner - 1] == prod(shape[inner:], start=self.itemsize)
-        ):
-            inner -= 1
-        at = np.indices(shape[:inner]).reshape(inner, -1).T
+        outer, run = len(shape), self.itemsize
+        while outer and (shape[outer - 1] == 1 or strides[outer - 1] == run):
+            outer -= 1
+            run *= shape[outer]
+        at = np.indices(shape[:outer]).reshape(outer, -1).T
         starts = np.repeat(self.starts[row : row + 1], len(at), axis=0)
         stops = np.repeat(self.stops[row : row + 1], len(at), axis=0)
-        starts[:, :inner] += at
-        stops[:, :inner] = starts[:, :inner] + 1
+        starts[:, :outer] += at
+        stops[:, :outer] = starts[:, :outer] + 1
         return self.clipped(np.full(len(at), row), starts, stops)
 
 

@@ -80,10 +80,11 @@ def shown(value: object) -> str:
         return quoted(value)
     if isinstance(value, _PLAIN):
         return str(value)
-    first = value[:MAX_SHOWN] if isinstance(value, list | tuple) else [value]
-    if not all(isinstance(part, (str, *_PLAIN)) for part in first):
+    if not isinstance(value, list | tuple) or any(
+        not isinstance(part, (str, *_PLAIN)) for part in value[:MAX_SHOWN]
+    ):
         return f"a {type(value).__name__}"
-    inner = ", ".join(map(shown, first)) + ", ..." * (len(value) > MAX_SHOWN)
+    inner = ", ".join(map(shown, value[:MAX_SHOWN])) + ", ..." * (len(value) > MAX_SHOWN)
     return f"[{inner}]" if isinstance(value, list) else f"({inner})"
 
 
@@ -115,17 +116,19 @@ class Findings:
             return False
         return True
 
-    def found(self, what: str) -> None:
-        """Note one damage, up to a limit."""
-        _append(self.damage, what)
+    def found(self, what: str, among: list[str] | None = None) -> None:
+        """Note one damage, or another line, up to a limit."""
+        lines = self.damage if among is None else among
+        if len(lines) < MAX_NOTED:
+            lines.append(what)
 
     def refuse(self, what: str) -> None:
-        """Note something that is not supported, up to a limit."""
-        _append(self.unsupported, what)
+        """Note something that is not supported."""
+        self.found(what, self.unsupported)
 
     def note(self, what: str) -> None:
         """Note something that is no problem but worth knowing."""
-        _append(self.notes, what)
+        self.found(what, self.notes)
 
     def refuse_doubled(self, doubled: Mapping[tuple[str, str], Sequence[str]], advice: str) -> None:
         """Note tensors that are in two files each, where nothing decides between these."""
@@ -147,11 +150,6 @@ class Findings:
                 more = len(found) - 1
                 others = f" (and {more} more: reshard inspect {root} lists them)" if more else ""
                 raise kind(f"{found[0]}{others}")
-
-
-def _append(lines: list[str], what: str) -> None:
-    if len(lines) < MAX_NOTED:
-        lines.append(what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +176,15 @@ class Reading:
         others = tuple(file for file in self.listed if file not in used)
         return Catalog(self.storage.root, kind, tuple(files), tensors, others=others, **fields)
 
+    def check_parts(self, files: Iterable[StoredFile]) -> None:
+        """Note the files that the names of these imply and that are not there."""
+        for path in missing_parts(files):
+            if self.storage.is_file:
+                self.findings.note(f"{path} and other files of the same set were not given")
+                break
+            why = "the names of the other files imply it"
+            self.findings.found(f"{self.storage.where(path)} is missing: {why}")
+
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
@@ -188,16 +195,14 @@ class LocalTensor:
     strides: tuple[int, ...]
     offset: int
     storage: str = ""
-    """The member of the archive that holds it; empty outside of archives."""
+    """The storage of the archive that holds it; empty outside of archives."""
+    length: int = 0
+    """Bytes of that storage."""
 
 
-def first_of_each(mappings: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
+def first_of_each(mappings: Sequence[Mapping[str, Value]]) -> dict[str, Value]:
     """The entries of all mappings; where several have a name, the first wins."""
-    found: dict[str, Value] = {}
-    for mapping in mappings:
-        for name, value in mapping.items():
-            found.setdefault(name, value)
-    return found
+    return {name: value for one in reversed(mappings) for name, value in one.items()}
 
 
 _whole = lru_cache(maxsize=4096)(Box.whole)  # one object per shape: many tensors have the same

@@ -21,6 +21,7 @@ from reshard.checkpoint.catalog import Catalog, Crc, StoredObject, StoredPiece, 
 from reshard.checkpoint.formats.checks import (
     RANK_METADATA,
     Findings,
+    LocalTensor,
     Reading,
     checked_shape,
     is_distcp,
@@ -29,12 +30,12 @@ from reshard.checkpoint.formats.checks import (
 )
 from reshard.checkpoint.formats.torch.archive import Archive, each_archive
 from reshard.checkpoint.formats.torch.tensors import (
-    View,
     Visits,
     dtype_of,
     is_plain,
     is_tensor,
-    view_of,
+    tensor_of,
+    within,
 )
 from reshard.checkpoint.formats.torch.unpickler import Record, unpickle
 from reshard.checkpoint.storage.local import Range, Storage, StoredFile, check_path
@@ -332,7 +333,7 @@ def _pieces(
     """The pieces of every tensor, read archive by archive in the order of the files."""
     pieces: dict[str, list[StoredPiece]] = {}
     crcs: list[Crc] = []
-    views: dict[bytes, View] = {}
+    known: dict[bytes, LocalTensor] = {}
     order = sorted(chunks, key=lambda chunk: chunk.range)
     archives = each_archive(storage, [chunk.range for chunk in order], MAX_PICKLE)
     for chunk, archive in zip(order, archives, strict=True):
@@ -341,7 +342,7 @@ def _pieces(
                 content = f"it holds {chunk.box} of {quoted(chunk.tensor)}"
                 raise type(archive)(f"{archive}; {content}")
             file = numbers[chunk.range[0]]
-            piece = _piece(chunk, archive, file, views)
+            piece = _piece(chunk, archive, file, known)
             pieces.setdefault(chunk.tensor, []).append(piece)
             crcs += archive.crcs(file)
     for held in pieces.values():
@@ -349,17 +350,19 @@ def _pieces(
     return pieces, crcs
 
 
-def _piece(chunk: _Chunk, archive: Archive, file: int, views: dict[bytes, View]) -> StoredPiece:
+def _piece(
+    chunk: _Chunk, archive: Archive, file: int, known: dict[bytes, LocalTensor]
+) -> StoredPiece:
     where = f"{archive.where}: {quoted(chunk.tensor)}"
-    view = views.get(archive.pickle)
-    if view is None:  # archives of one shape have the same pickle
+    tensor = known.get(archive.pickle)
+    if tensor is None:  # archives of one shape have the same pickle
         record = unpickle(archive.pickle, where)
         if not is_tensor(record):
             raise DamageError(f"{where} is no tensor")
-        view = view_of(record, where)
-        if len(views) < KNOWN_PICKLES:
-            views[archive.pickle] = view
-    local = view.within(archive, where)
+        tensor = tensor_of(record, where)
+        if len(known) < KNOWN_PICKLES:
+            known[archive.pickle] = tensor
+    local = within(archive, tensor, where)
     if (local.shape, local.dtype) != (chunk.box.shape, chunk.dtype):
         raise DamageError(
             f"{where} is {local.shape} of {local.dtype} and {METADATA} says {chunk.box.shape} of "

@@ -87,9 +87,9 @@ class _Pickler(pickle._Pickler):
 
     def memoize(self, value: Any) -> None:
         if type(value) in _MEMOIZED:
-            number = len(self._places)
-            self._places[value] = self.get(number)
-            self.write(self.put(number))
+            number = struct.pack("<I", len(self._places))
+            self._places[value] = pickle.LONG_BINGET + number
+            self.write(pickle.LONG_BINPUT + number)
 
     def save_bytes(self, value: bytes) -> None:
         self.write(pickle.BINBYTES + struct.pack("<I", len(value)) + value)
@@ -115,9 +115,9 @@ class _Pickler(pickle._Pickler):
 
 
 _MEMOIZED = frozenset({str, Global, Shared})
+_LIBRARY: Any = pickle._Pickler.dispatch
 _STEPS: dict[type, Callable[[_Pickler, Any], None]] = {
-    kind: pickle._Pickler.dispatch[kind]
-    for kind in (type(None), bool, int, float, str, tuple, list, dict)
+    kind: _LIBRARY[kind] for kind in (type(None), bool, int, float, str, tuple, list, dict)
 }
 _STEPS |= {
     bytes: _Pickler.save_bytes,

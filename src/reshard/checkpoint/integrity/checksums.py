@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard.checkpoint.storage.local import Storage, StoredFile, check_path
+from reshard.checkpoint.storage.local import Storage, StoredFile, blocks, check_path
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.text import quoted
 
@@ -86,11 +86,8 @@ class FileSums:
 
     def touching(self, start: int, stop: int) -> range:
         """The indices of the chunks that overlap a range."""
-        if start >= stop:
-            return range(0)
-        return range(
-            bisect_right(self.ends, start), min(bisect_left(self.ends, stop) + 1, len(self.ends))
-        )
+        last = min(bisect_left(self.ends, stop) + 1, len(self.ends))
+        return range(bisect_right(self.ends, start), last if start < stop else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +126,10 @@ class Checksums:
             data = json.loads(text)
         except (ValueError, RecursionError):
             raise DamageError(f"{where} is not JSON: {_ADVICE}") from None
-        version = data.get("reshard-checksums")
-        if version != VERSION:
+        if (version := data.get("reshard-checksums")) != VERSION:
             raise UnsupportedError(
-                f"{where} is of version {quoted(version)} and this reshard reads version "
-                f"{VERSION}: use the reshard that wrote it, or delete it to continue without "
-                "checksums"
+                f"{where} is of version {quoted(version)} and this reshard reads {VERSION}: use "
+                "the reshard that wrote it, or delete it to continue without checksums"
             )
         try:
             files = {check_path(path): _read_sums(entry) for path, entry in data["files"].items()}
@@ -169,12 +164,12 @@ def load_checksums(storage: Storage) -> Checksums | None:
             f"{where} has {size} bytes, and for {others} bytes of files at most {most} are read: "
             f"{_ADVICE}"
         )
-    parts = []  # a sparse file is refused before it takes memory
-    for at in range(0, size, CHUNK):
-        parts.append(storage.read(SIDECAR, at, min(CHUNK, size - at)))
-        if b"\0" in parts[-1]:
+    text = bytearray()
+    for part in blocks(storage, SIDECAR, 0, size):
+        text += part
+        if b"\0" in text[-len(part) :]:  # a sparse file is refused before it takes memory
             raise DamageError(f"{where} has zero bytes and is no text: {_ADVICE}")
-    return Checksums.from_bytes(b"".join(parts), where)
+    return Checksums.from_bytes(bytes(text), where)
 
 
 def checksum(data: Bytes) -> bytes:
@@ -200,18 +195,17 @@ def file_sums(files: Sequence[StoredFile], sums: Iterable[Sum]) -> dict[str, Fil
     found = {}
     for file, some in zip(files, chunks, strict=True):
         some.sort()
-        at = 0
-        for start, stop, _ in [*some, (file.size, file.size, "")]:
-            if start != at:
-                kind = "twice" if start < at else "never"
-                low, high = sorted((at, start))
+        starts = [*(start for start, _, _ in some), file.size]
+        ends = tuple(stop for _, stop, _ in some)
+        for start, end in zip(starts, (0, *ends), strict=True):
+            if start != end:
+                low, high = sorted((start, end))
+                kind = "twice" if start < end else "never"
                 raise CheckpointError(
                     f"{file.path}: bytes {low} to {high} of {file.size} were written {kind}: "
                     "this is a bug in reshard; please report it"
                 )
-            at = stop
-        texts = "".join(text for _, _, text in some)
-        found[file.path] = FileSums(tuple(stop for _, stop, _ in some), bytes.fromhex(texts))
+        found[file.path] = FileSums(ends, bytes.fromhex("".join(text for _, _, text in some)))
     return found
 
 
@@ -327,10 +321,7 @@ def damage(where: str, chunk: ChunkSum, found: bytes) -> str:
 def sum_of(storage: Storage, path: str, start: int, stop: int) -> bytes:
     """The checksum of a range of a file, read a few MiB at a time."""
     hasher = _hasher()
-    buffer = memoryview(bytearray(min(stop - start, CHUNK)))
-    for at in range(start, stop, CHUNK):
-        part = buffer[: min(CHUNK, stop - at)]
-        storage.read_into(path, at, part)
+    for part in blocks(storage, path, start, stop):
         hasher.update(part)
     return hasher.digest()  # type: ignore[no-any-return]
 

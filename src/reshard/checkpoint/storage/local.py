@@ -32,7 +32,7 @@ from reshard.text import quoted
 
 __all__ = [
     "COMMITTED", "MAX_FILES", "OURS", "REQUEST", "TENSOR_FILES", "LocalStorage", "OpenFile",
-    "OpenFiles", "Range", "Storage", "StoredFile", "check_path", "file_status",
+    "OpenFiles", "Range", "Storage", "StoredFile", "blocks", "check_path", "file_status",
     "plain_path",
 ]  # fmt: skip
 
@@ -141,6 +141,19 @@ class Storage(ABC):
                 f"{self.where(path)}: bytes {offset} to {offset + length} are needed and the file "
                 f"has {size}: it is truncated, or the reference into it is wrong"
             )
+
+
+STEP = 4 << 20
+"""Bytes per read of a long range, of which only a sum is needed."""
+
+
+def blocks(storage: Storage, path: str, start: int, stop: int) -> Iterator[memoryview]:
+    """The bytes of a range, a few MiB at a time, each time in the same memory."""
+    buffer = memoryview(bytearray(min(stop - start, STEP)))
+    for at in range(start, stop, STEP):
+        part = buffer[: min(STEP, stop - at)]
+        storage.read_into(path, at, part)
+        yield part
 
 
 MAX_OPEN = 128

@@ -12,7 +12,7 @@ names for duplicates.
 ({'w': 152, 'b': 168}, 20)
 >>> header = parse_header(built.data[8:], built.file_size, "a.safetensors")
 >>> header.tensors["w"]
-LocalTensor(dtype='float32', shape=(2, 2), strides=(2, 1), offset=152, storage='')
+LocalTensor(dtype='float32', shape=(2, 2), strides=(2, 1), offset=152, storage='', length=0)
 
 The metadata that reshard adds to its safetensors files has global shapes, layouts, mesh and rank.
 
@@ -39,6 +39,7 @@ True
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -185,8 +186,7 @@ def read_json(data: bytes, where: str) -> dict[str, Any]:
 def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        seen: set[str] = set()
-        double = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        [(double, _)] = Counter(key for key, _ in pairs).most_common(1)
         raise DamageError(f"the key {quoted(double)} occurs twice")
     return found
 

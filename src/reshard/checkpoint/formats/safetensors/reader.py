@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from operator import add, gt
 from typing import Any
@@ -27,7 +27,6 @@ from reshard.checkpoint.formats.checks import (
     Reading,
     checked_shape,
     first_of_each,
-    missing_parts,
     rank_of,
     whole_tensors,
 )
@@ -58,7 +57,7 @@ MAX_INDEX = 1 << 28
 INDEX = ".safetensors.index.json"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HeadedFile:
     """A safetensors file, its header, and reshard's own metadata if it has some."""
 
@@ -80,13 +79,11 @@ def read_headed(
     index = find_index(reading.listed)
     mapped = {} if index is None else index_files(storage, index)
     files = _choose_files(reading, named, mapped)
-    headed = []
-    for one in read_headers(storage, files, findings):
-        own = None
+    headed = read_headers(storage, files, findings)
+    for one in headed:
         if KEY in one.header.metadata:
             with findings:
-                own = OwnMetadata.parse(one.header.metadata[KEY], one.where)
-        headed.append(replace(one, own=own))
+                one.own = OwnMetadata.parse(one.header.metadata[KEY], one.where)
     if index is not None:
         _check_index(reading, storage.where(index.path), mapped, headed)
     return files, headed
@@ -170,12 +167,11 @@ def _check_index(
         listed.setdefault(path, set()).add(name)
     for one in headed if mapped else ():
         path, stored = one.file.path, one.header.tensors.keys()
-        names = listed[path]
-        if absent := sorted(names - stored):
+        if absent := sorted(listed[path] - stored):
             reading.findings.found(
                 f"{where} puts {_tensors(absent)} into {path}, whose header does not have it"
             )
-        if extra := sorted(stored - names):
+        if extra := sorted(stored - listed[path]):
             reading.findings.found(f"{one.where} holds {_tensors(extra)}, which {where} lacks")
 
 
@@ -187,34 +183,29 @@ def read_whole(
     reading: Reading, files: Sequence[StoredFile], headed: Sequence[HeadedFile]
 ) -> Catalog:
     """The catalog of files that hold whole tensors."""
-    storage, findings = reading.storage, reading.findings
     index = find_index(reading.listed)
-    for path in missing_parts(files) if index is None else ():
-        if storage.is_file:
-            findings.note(f"{path} and other files of the same set were not given")
-            break
-        findings.found(f"{storage.where(path)} is missing: the names of the other files imply it")
+    if index is None:
+        reading.check_parts(files)
     ranks = {one.file.path: rank_of(one.file.path, None) for one in headed}
     names = [name for one in headed for name in one.header.tensors]
     if None not in ranks.values() and len(set(names)) < len(names):
         path, rank = next(iter(ranks.items()))
         raise CheckpointError(
-            f"{storage.root} holds files of {len(set(ranks.values()))} ranks ({path} is of rank "
-            f"{rank}) that do not record their layout: give --rules and --mesh"
+            f"{reading.storage.root} holds files of {len(set(ranks.values()))} ranks ({path} is of "
+            f"rank {rank}) that do not record their layout: give --rules and --mesh"
         )
     tensors = whole_tensors(
         ((number, one.where, one.header.tensors) for number, one in enumerate(headed)),
-        findings,
+        reading.findings,
         "name one of the files, or give the rules and the mesh by which ranks wrote them",
     )
-    sound = [one.file for one in headed]
-    metadata = common_metadata(headed)
-    return reading.catalog("safetensors", sound, tensors, index=index, metadata=metadata)
+    files, metadata = [one.file for one in headed], common_metadata(headed)
+    return reading.catalog("safetensors", files, tensors, index=index, metadata=metadata)
 
 
 def common_metadata(headed: Iterable[HeadedFile]) -> dict[str, str]:
     """The metadata of all files; the first file wins where they differ."""
-    merged = first_of_each(one.header.metadata for one in headed)
+    merged = first_of_each([one.header.metadata for one in headed])
     return {key: text for key, text in merged.items() if key not in RESERVED}
 
 

@@ -25,7 +25,6 @@ from reshard.checkpoint.formats.checks import (
     LocalTensor,
     Reading,
     first_of_each,
-    missing_parts,
     rank_of,
     shown,
     whole_tensors,
@@ -36,7 +35,8 @@ from reshard.checkpoint.formats.torch.tensors import (
     as_json,
     is_plain,
     is_tensor,
-    view_of,
+    tensor_of,
+    within,
 )
 from reshard.checkpoint.formats.torch.unpickler import Record, unpickle
 from reshard.checkpoint.storage.local import Storage, StoredFile
@@ -59,16 +59,15 @@ MAX_ARGS = 16
 def check_no_zero_files(root: str, listed: Iterable[StoredFile]) -> None:
     """Refuse a folder that has files with the names of ZeRO's."""
     for file in listed:
+        about = f"{root}: {quoted(file.path)}"
         if _UNIVERSAL.search(file.path):
             raise UnsupportedError(
-                f"{root}: {quoted(file.path)} is part of a universal checkpoint of DeepSpeed, "
-                f"which {_ADVICE}"
+                f"{about} is part of a universal checkpoint of DeepSpeed, which {_ADVICE}"
             )
         if _FLAT.search(file.path):
             raise UnsupportedError(
-                f"{root}: {quoted(file.path)} is one rank's part of a checkpoint of DeepSpeed's "
-                f"ZeRO, which {_ADVICE}; of ZeRO-1 and ZeRO-2 an mp_rank_00_model_states.pt can be "
-                "named alone"
+                f"{about} is one rank's part of a checkpoint of DeepSpeed's ZeRO, which {_ADVICE}; "
+                "of ZeRO-1 and ZeRO-2 an mp_rank_00_model_states.pt can be named alone"
             )
 
 
@@ -174,8 +173,7 @@ def _read_files(
             f"{storage.root} holds files of {len(ranks)} ranks ({files[0].path} is one) that do "
             "not record their layout: give --rules and --mesh"
         )
-    for path in missing_parts(files) if not storage.is_file else ():
-        findings.found(f"{storage.where(path)} is missing: the names of the other files imply it")
+    reading.check_parts(files)
     contents = dict(known)
     for number, file in enumerate(files):
         with findings:
@@ -205,7 +203,7 @@ def read_torch_file(
         if is_tensor(leaf):
             with findings:
                 where = f"{archive.where}: tensor {quoted(name)}"
-                content.tensors[name] = view_of(leaf, where).within(archive, where)
+                content.tensors[name] = within(archive, tensor_of(leaf, where), where)
         elif is_plain(leaf, visits):
             content.values[name] = leaf
             if (text := as_json(leaf)) is not None:
@@ -227,9 +225,9 @@ def read_torch_file(
 def catalog_fields(contents: Collection[Content]) -> dict[str, Any]:
     """All but the tensors of files, as fields of a catalog; the first file wins."""
     return {
-        "metadata": first_of_each(one.texts for one in contents),
-        "values": first_of_each(one.values for one in contents),
-        "nesting": first_of_each(one.nesting for one in contents),
+        "metadata": first_of_each([one.texts for one in contents]),
+        "values": first_of_each([one.values for one in contents]),
+        "nesting": first_of_each([one.nesting for one in contents]),
         "left_out": tuple(dict.fromkeys(name for one in contents for name in one.left_out)),
         "crcs": tuple(crc for one in contents for crc in one.crcs),
     }
@@ -246,8 +244,7 @@ def _name(path: Path, where: str) -> str:
 
 
 def _check_content(content: Content, archive: Archive, findings: Findings) -> None:
-    """Refuse thousands of tensors that share one storage, as each would be read; note what is left
-    out."""
+    """Refuse thousands of tensors that share one storage: each is read. Note what is left out."""
     total = sum(prod(one.shape) * itemsize(one.dtype) for one in content.tensors.values())
     stored = sum(member.size for member in archive.storages.values())
     if total > FREE_BYTES + VIEWS * stored:
@@ -259,10 +256,10 @@ def _check_content(content: Content, archive: Archive, findings: Findings) -> No
         names = and_more([quoted(name) for name in content.left_out])
         findings.note(f"{archive.where}: {names} is no tensor and no plain value, and is left out")
     used = {tensor.storage for tensor in content.tensors.values()}
-    lost = [member.size for key, member in archive.storages.items() if key not in used]
-    if sum(lost) and not findings.any:
+    lost = sum(member.size for key, member in archive.storages.items() if key not in used)
+    if lost and not findings.any:
         findings.note(
-            f"{archive.where}: {sum(lost)} bytes of tensors are parts of objects that are left out"
+            f"{archive.where}: {lost} bytes of tensors are parts of objects that are left out"
         )
 
 

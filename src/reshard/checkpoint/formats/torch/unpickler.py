@@ -79,7 +79,7 @@ class Record:
         self.maker = maker
         self.args = args
         self.state = state
-        self.items: list[Any] = []
+        self.items: Any = ()
 
     @property
     def kind(self) -> str:
@@ -92,11 +92,13 @@ class Record:
 
     def append(self, item: Any) -> None:
         """Add an item, as the instruction APPEND does."""
-        self.items.append(item)
+        self.extend([item])
 
     def extend(self, items: list[Any]) -> None:
         """Add items, as the instruction APPENDS does."""
-        self.items.extend(items)
+        if not self.items:  # few have any
+            self.items = []
+        self.items += items
 
     def __repr__(self) -> str:
         return f"<{self.kind}>"  # the arguments may nest without end
@@ -143,7 +145,6 @@ class _Unpickler(pickle._Unpickler):
         self._file = file
         self._size = len(data)
         self._where = where
-        self._globals: dict[tuple[str, str], Global] = {}
         self._copied = 0
         self._tuple_keys = 0
 
@@ -180,15 +181,12 @@ class _Unpickler(pickle._Unpickler):
         longest = max(len(module), len(name))
         if longest > MAX_NAME:
             self.fail(f"a name of {longest} characters, at most {MAX_NAME} are read")
-        known = self._globals.get((module, name))
-        if known is None:
-            if not _is_allowed(module, name):
-                path = quoted(f"{module}.{name}")[1:-1]
-                raise UnsupportedError(
-                    f"{self._where}: names {path}, which is not read: nothing was run"
-                )
-            known = self._globals[module, name] = Global(module, name)
-        return known
+        if not _is_allowed(module, name):
+            path = quoted(f"{module}.{name}")[1:-1]
+            raise UnsupportedError(
+                f"{self._where}: names {path}, which is not read: nothing was run"
+            )
+        return Global(module, name)
 
     def persistent_load(self, pid: Any) -> Record:
         return Record(None, (pid,))
@@ -207,7 +205,7 @@ class _Unpickler(pickle._Unpickler):
         if len(pairs) % 2:
             self.fail("a key without a value")
         if type(target) is Record:
-            target.items.extend(zip(pairs[::2], pairs[1::2], strict=True))
+            target.extend([*zip(pairs[::2], pairs[1::2], strict=True)])
             return
         if type(target) is not dict:
             self.fail("values are stored in what is no dict")
@@ -218,9 +216,8 @@ class _Unpickler(pickle._Unpickler):
 
     def _check_key(self, key: Any) -> None:
         """Refuse keys that may take long to hash: tuples of tuples, or chosen to collide."""
-        parts = (key,)
-        if type(key) is tuple:
-            parts = key
+        parts = key if type(key) is tuple else (key,)
+        if parts is key:
             self.spend(len(parts))
             self._tuple_keys += 1
             if self._tuple_keys > MAX_TUPLE_KEYS:
