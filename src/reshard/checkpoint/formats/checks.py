@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from reshard.checkpoint.catalog import Catalog, StoredPiece, StoredTensor
+from reshard.checkpoint.catalog import Catalog, Crc, StoredPiece, StoredTensor
 from reshard.checkpoint.storage.local import Storage, StoredFile
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.layout.box import Box
@@ -25,11 +25,9 @@ if TYPE_CHECKING:
     from reshard.rules import Rules
 
 __all__ = [
-    "RANK_METADATA", "Findings", "LocalTensor", "Reading", "checked_shape", "first_of_each",
-    "is_distcp", "missing_parts", "rank_of", "shown", "whole_numbers", "whole_tensors",
+    "RANK_METADATA", "Content", "Findings", "LocalTensor", "Reading", "checked_shape", "is_distcp",
+    "missing_parts", "rank_of", "shown", "whole_numbers", "whole_tensors",
 ]  # fmt: skip
-
-Value = TypeVar("Value")
 
 _PLAIN = (int, float, type(None))
 MAX_SHOWN = 8
@@ -165,16 +163,29 @@ class Reading:
     def catalog(
         self,
         kind: str,
-        files: Sequence[StoredFile],
+        contents: Mapping[StoredFile, Content],
         tensors: Mapping[str, StoredTensor],
         *,
         index: StoredFile | None = None,
         **fields: Any,
     ) -> Catalog:
-        """The catalog of these files and their index; the other files of the folder are listed."""
-        used = {*files, index}
-        others = tuple(file for file in self.listed if file not in used)
-        return Catalog(self.storage.root, kind, tuple(files), tensors, others=others, **fields)
+        """The catalog of files with this content; for names that several have the first counts."""
+        used, last_first = {*contents, index}, [*contents.values()][::-1]
+        return Catalog(
+            self.storage.root,
+            kind,
+            tuple(contents),
+            tensors,
+            others=tuple(file for file in self.listed if file not in used),
+            metadata={key: text for one in last_first for key, text in one.metadata.items()},
+            values={name: value for one in last_first for name, value in one.values.items()},
+            nesting={name: path for one in last_first for name, path in one.nesting.items()},
+            left_out=tuple(
+                dict.fromkeys(name for one in contents.values() for name in one.left_out)
+            ),
+            crcs=tuple(crc for one in contents.values() for crc in one.crcs),
+            **fields,
+        )
 
     def check_parts(self, files: Iterable[StoredFile]) -> None:
         """Note the files that the names of these imply and that are not there."""
@@ -200,26 +211,38 @@ class LocalTensor:
     """Bytes of that storage."""
 
 
-def first_of_each(mappings: Sequence[Mapping[str, Value]]) -> dict[str, Value]:
-    """The entries of all mappings; where several have a name, the first wins."""
-    return {name: value for one in reversed(mappings) for name, value in one.items()}
+@dataclass(slots=True)
+class Content:
+    """What one file holds."""
+
+    where: str
+    """The full path, for errors."""
+    tensors: dict[str, LocalTensor] = field(default_factory=dict)
+    metadata: dict[str, str] = field(default_factory=dict)
+    """That of a safetensors file, or plain values that JSON can represent, as JSON."""
+    described: dict[str, str] = field(default_factory=dict)
+    """Metadata about the file itself: its place among others, where its tensors belong."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Plain values."""
+    nesting: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
+    crcs: list[Crc] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    """Names of entries that are neither tensors nor plain."""
 
 
 _whole = lru_cache(maxsize=4096)(Box.whole)  # one object per shape: many tensors have the same
 
 
 def whole_tensors(
-    files: Iterable[tuple[int, str, Mapping[str, LocalTensor]]], findings: Findings, advice: str
+    contents: Iterable[Content], findings: Findings, advice: str
 ) -> dict[str, StoredTensor]:
-    """The tensors of files (number, text for errors, content) that hold whole ones.
-
-    Tensors that are in two files are noted: nothing decides between these.
-    """
+    """The tensors of files that hold whole ones; those that two files have are noted."""
     tensors: dict[str, StoredTensor] = {}
     home: dict[str, str] = {}
     doubled: dict[tuple[str, str], list[str]] = {}
-    for number, where, held in files:
-        for name, local in held.items():
+    for number, content in enumerate(contents):
+        where = content.where
+        for name, local in content.tensors.items():
             if home.setdefault(name, where) != where:
                 doubled.setdefault((home[name], where), []).append(name)
                 continue

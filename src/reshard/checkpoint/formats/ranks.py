@@ -17,15 +17,10 @@ from operator import mul
 from typing import NamedTuple
 
 from reshard.checkpoint.catalog import Catalog, StoredPiece, StoredTensor
-from reshard.checkpoint.formats.checks import Findings, LocalTensor, Reading, rank_of
+from reshard.checkpoint.formats.checks import Content, Findings, LocalTensor, Reading, rank_of
 from reshard.checkpoint.formats.safetensors.header import OwnMetadata
-from reshard.checkpoint.formats.safetensors.reader import HeadedFile, common_metadata, read_headers
-from reshard.checkpoint.formats.torch.state_dict import (
-    Content,
-    catalog_fields,
-    check_no_zero_files,
-    read_torch_file,
-)
+from reshard.checkpoint.formats.safetensors.reader import Contents, Own, read_headers
+from reshard.checkpoint.formats.torch.state_dict import check_no_zero_files, read_torch_file
 from reshard.checkpoint.storage.local import TENSOR_FILES, Storage, StoredFile
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, DamageError, ReshardError, UnsupportedError
@@ -224,22 +219,18 @@ def read_by_rules(reading: Reading, rules: Rules) -> Catalog:
     ranks = _ranks_of_files(storage.root, reading.listed, mesh)
     contents = _contents(storage, [*ranks], findings)
     held = _Ranks()
-    for number, (file, rank) in enumerate(ranks.items()):
-        if file.path not in contents:
-            continue
-        tensors = contents[file.path].tensors
+    for number, (file, one) in enumerate(contents.items()):
         # States of random generators: each rank has its own, not part of a global tensor.
         kept = {
             name: tensor
-            for name, tensor in tensors.items()
+            for name, tensor in one.tensors.items()
             if not any("rng" in part for part in name.split("."))
         }
-        if left_out := len(tensors) - len(kept):
+        if left_out := len(one.tensors) - len(kept):
             findings.note(f"{file.path}: {left_out} states of random generators are left out")
-        held.add(rank, number, storage.where(file.path), kept)
+        held.add(ranks[file], number, one.where, kept)
     joined, layouts = held.joined_by_rules(rules, mesh, findings)
-    fields = catalog_fields(contents.values())
-    return reading.catalog("per-rank", [*ranks], joined, mesh=str(mesh), layouts=layouts, **fields)
+    return reading.catalog("per-rank", contents, joined, mesh=str(mesh), layouts=layouts)
 
 
 def _mesh_of(rules: Rules, mesh: Mesh | None, root: str) -> Mesh:
@@ -272,25 +263,24 @@ def join_by_rules(
     return replace(catalog, tensors=tensors, mesh=str(mesh), layouts=layouts)
 
 
-def read_own_ranks(reading: Reading, headed: Sequence[HeadedFile]) -> Catalog:
+def read_own_ranks(reading: Reading, contents: Contents, own: Own) -> Catalog:
     """The catalog of per-rank files that reshard wrote, which describe their layouts."""
-    mesh = next(one.own.mesh for one in headed if one.own and one.own.mesh is not None)
+    mesh = next(one.mesh for one in own.values() if one.mesh is not None)
     layouts: dict[str, Layout] = {}
     shapes: dict[str, Shape] = {}
     held = _Ranks()
-    for number, one in enumerate(headed):
+    for number, (file, one) in enumerate(contents.items()):
         with reading.findings:
-            own = one.own
-            if own is None or own.rank is None or own.mesh != mesh:
+            described = own.get(file)
+            if described is None or described.rank is None or described.mesh != mesh:
                 raise DamageError(f"{one.where} is not of a rank of mesh {mesh}, as others are")
-            for name in one.header.tensors:
-                _record_layout(name, own, one.where, layouts, shapes)
-            held.add(own.rank, number, one.where, one.header.tensors)
+            for name in one.tensors:
+                _record_layout(name, described, one.where, layouts, shapes)
+            held.add(described.rank, number, one.where, one.tensors)
     return reading.catalog(
         "per-rank",
-        [one.file for one in headed],
+        contents,
         held.joined(layouts, shapes, reading.findings),
-        metadata=common_metadata(headed),
         mesh=mesh,
         layouts={name: str(layout) for name, layout in layouts.items()},
     )
@@ -342,15 +332,12 @@ def _ranks_of_files(root: str, listed: Sequence[StoredFile], mesh: Mesh) -> dict
 
 def _contents(
     storage: Storage, files: Sequence[StoredFile], findings: Findings
-) -> dict[str, Content]:
-    """The content of each file that can be read, by path."""
-    tensors = [file for file in files if file.path.endswith(".safetensors")]
-    headed = read_headers(storage, tensors, findings)
-    contents = {one.file.path: Content({**one.header.tensors}) for one in headed}
-    for number, file in enumerate(files):
-        if not file.path.endswith(".safetensors"):
+) -> dict[StoredFile, Content]:
+    """The content of each file that can be read."""
+    safe = [file for file in files if file.path.endswith(".safetensors")]
+    contents = read_headers(storage, safe, findings)
+    for file in files:
+        if file not in safe:
             with findings:
-                contents[file.path] = read_torch_file(storage, file, findings, number)
-    for first in [*contents.values()][:1]:
-        first.texts = {**common_metadata(headed), **first.texts}
+                contents[file] = read_torch_file(storage, file, findings, len(contents))
     return contents

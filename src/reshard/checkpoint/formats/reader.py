@@ -272,19 +272,18 @@ def _read_safetensors(reading: Reading, named: Sequence[StoredFile]) -> Catalog:
         read_whole,
     )
 
-    files, headed = read_headed(reading, named)
-    check_counts(reading, files, headed)
-    own = [one.own for one in headed if one.own is not None]
-    if any(file.rank is not None and file.mesh is not None for file in own):
+    files, contents, own = read_headed(reading, named)
+    check_counts(reading, files, own)
+    if any(file.rank is not None and file.mesh is not None for file in own.values()):
         from reshard.checkpoint.formats.ranks import read_own_ranks
 
-        return read_own_ranks(reading, headed)
-    if any(SHARDING in one.header.metadata for one in headed):
-        catalog = read_sharded(reading, headed)
+        return read_own_ranks(reading, contents, own)
+    if any(SHARDING in one.described for one in contents.values()):
+        catalog = read_sharded(reading, contents, own)
         if not own:
             check_expected(reading.storage, catalog, reading.findings)
         return catalog
-    return read_whole(reading, files, headed)
+    return read_whole(reading, files, contents)
 
 
 def _recognise(

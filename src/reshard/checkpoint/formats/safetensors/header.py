@@ -47,14 +47,14 @@ from math import prod
 from operator import itemgetter
 from typing import Any, NoReturn
 
-from reshard.checkpoint.formats.checks import LocalTensor, checked_shape, shown
+from reshard.checkpoint.formats.checks import Content, LocalTensor, checked_shape, shown
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.layout.box import row_major
 from reshard.text import quoted
 
 __all__ = [
-    "KEY", "RESERVED", "SHARDING", "BuiltHeader", "Header", "OwnMetadata", "OwnTensor",
+    "KEY", "RESERVED", "SHARDING", "BuiltHeader", "OwnMetadata", "OwnTensor",
     "build_header", "header_length", "parse_header", "read_json",
 ]  # fmt: skip
 
@@ -69,14 +69,6 @@ DTYPES = {
     "F8_E8M0": "float8_e8m0fnu",
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The tensors of a file in the order of their bytes, and its metadata."""
-
-    tensors: Mapping[str, LocalTensor]
-    metadata: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +100,8 @@ def header_length(first: bytes, file_size: int, where: str) -> int:
 _strides = lru_cache(maxsize=4096)(row_major)  # one object per shape: many tensors have the same
 
 
-def parse_header(data: bytes, file_size: int, where: str) -> Header:
-    """Read the JSON of a header; ``where`` is what errors call the file."""
+def parse_header(data: bytes, file_size: int, where: str) -> Content:
+    """Read the JSON of a header: the tensors in the order of their bytes, and the metadata."""
     raw = read_json(data, where)
     data_start = 8 + len(data)
     metadata = raw.pop("__metadata__", None)
@@ -135,7 +127,7 @@ def parse_header(data: bytes, file_size: int, where: str) -> Header:
             f"{where} is {what}: its tensors{last} end at byte {data_start + end} and it has "
             f"{file_size} bytes"
         )
-    return Header(tensors, metadata)
+    return Content(where, tensors, metadata)
 
 
 def build_header(

@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
 
-from reshard.checkpoint.catalog import Catalog, Crc
+from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.formats.checks import (
+    Content,
     Findings,
-    LocalTensor,
     Reading,
-    first_of_each,
     rank_of,
     shown,
     whole_tensors,
@@ -44,7 +42,7 @@ from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.text import and_more, format_bytes, quoted
 
-__all__ = ["Content", "catalog_fields", "check_no_zero_files", "read_torch", "read_torch_file"]
+__all__ = ["check_no_zero_files", "read_torch", "read_torch_file"]
 
 _FLAT = re.compile(r"(?:^|/)(?:\w+_)?zero_pp_rank_\d+_mp_rank_\d+\w*\.pt\Z")
 _UNIVERSAL = re.compile(r"(?:^|/)zero/[^/]+/(?:fp32|exp_avg|exp_avg_sq)\.pt\Z")
@@ -122,21 +120,7 @@ FREE_BYTES, VIEWS = 1 << 26, 64
 """Bytes of all tensors: a fixed number, and more for each byte of their storages."""
 
 Path = tuple[str | int, ...]
-
-
-@dataclass(slots=True)
-class Content:
-    """The content of one file."""
-
-    tensors: dict[str, LocalTensor] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
-    """Plain values."""
-    texts: dict[str, str] = field(default_factory=dict)
-    """Plain values that JSON can represent, as JSON; and the metadata of a safetensors file."""
-    nesting: dict[str, Path] = field(default_factory=dict)
-    crcs: list[Crc] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-    """Names of entries that are neither tensors nor plain."""
+Contents = dict[StoredFile, Content]
 
 
 def read_torch(reading: Reading, named: Sequence[StoredFile]) -> Catalog:
@@ -148,24 +132,18 @@ def read_torch(reading: Reading, named: Sequence[StoredFile]) -> Catalog:
     files = tuple(file for file in named if file.path.startswith("pytorch_model")) or tuple(named)
     check_no_zero_files(storage.root, files)
     here = tuple(file for file in files if "/" not in file.path)
-    contents = _read_files(reading, here, {})
-    if any(one.tensors for one in contents.values()) or findings.any:
-        files = here
-    else:
-        files = (*here, *(file for file in files if "/" in file.path))
-        contents = _read_files(reading, files, contents)
-    tensors = whole_tensors(
-        ((number, files[number].path, one.tensors) for number, one in contents.items()),
-        findings,
-        f"name one of the files of {storage.root}",
-    )
-    return reading.catalog("torch", files, tensors, **catalog_fields(contents.values()))
+    contents: Contents = {}
+    _read_files(reading, here, contents)
+    if not findings.any and not any(one.tensors for one in contents.values()):
+        below = tuple(file for file in files if "/" in file.path)
+        _read_files(reading, (*here, *below), contents)
+    advice = f"name one of the files of {storage.root}"
+    tensors = whole_tensors(contents.values(), findings, advice)
+    return reading.catalog("torch", contents, tensors)
 
 
-def _read_files(
-    reading: Reading, files: Sequence[StoredFile], known: Mapping[int, Content]
-) -> dict[int, Content]:
-    """The contents of files, by number; those that are known are not read again."""
+def _read_files(reading: Reading, files: Sequence[StoredFile], contents: Contents) -> None:
+    """Add the contents of files; those that are known are not read again."""
     storage, findings = reading.storage, reading.findings
     ranks = {rank_of(file.path, None) for file in files} - {None}
     if len(ranks) > 1:
@@ -174,12 +152,10 @@ def _read_files(
             "not record their layout: give --rules and --mesh"
         )
     reading.check_parts(files)
-    contents = dict(known)
-    for number, file in enumerate(files):
+    for file in files:
         with findings:
-            if number not in known:
-                contents[number] = read_torch_file(storage, file, findings, number)
-    return contents
+            if file not in contents:
+                contents[file] = read_torch_file(storage, file, findings, len(contents))
 
 
 def read_torch_file(
@@ -189,7 +165,7 @@ def read_torch_file(
     [archive] = read_archives(storage, [(file.path, 0, file.size)])
     value = unpickle(archive.pickle, archive.where)
     check_no_zero(value, archive.where)
-    content = Content(crcs=archive.crcs(number))
+    content = Content(archive.where, crcs=archive.crcs(number))
     visits = Visits(min(MAX_ENTRIES, MAX_SHARED + ENTRIES * len(archive.pickle)))
     most_text, num_text = FREE_TEXT + TEXT * len(archive.pickle), 0
     for path, leaf in _leaves(value, visits, archive.where):
@@ -207,12 +183,12 @@ def read_torch_file(
         elif is_plain(leaf, visits):
             content.values[name] = leaf
             if (text := as_json(leaf)) is not None:
-                content.texts[name] = text
+                content.metadata[name] = text
         else:
             content.left_out.append(name)
         if visits.left < 0:
             raise _endless(archive.where)
-        num_text += len(name) + len(content.texts.get(name, ""))
+        num_text += len(name) + len(content.metadata.get(name, ""))
         if num_text > most_text:
             raise UnsupportedError(
                 f"{archive.where}: its names and values have more than {most_text} characters, and "
@@ -220,17 +196,6 @@ def read_torch_file(
             )
     _check_content(content, archive, findings)
     return content
-
-
-def catalog_fields(contents: Collection[Content]) -> dict[str, Any]:
-    """All but the tensors of files, as fields of a catalog; the first file wins."""
-    return {
-        "metadata": first_of_each([one.texts for one in contents]),
-        "values": first_of_each([one.values for one in contents]),
-        "nesting": first_of_each([one.nesting for one in contents]),
-        "left_out": tuple(dict.fromkeys(name for one in contents for name in one.left_out)),
-        "crcs": tuple(crc for one in contents for crc in one.crcs),
-    }
 
 
 def _name(path: Path, where: str) -> str:
