@@ -38,7 +38,7 @@ from reshard.checkpoint.formats.torch.tensors import (
     within,
 )
 from reshard.checkpoint.formats.torch.unpickler import Record, unpickle
-from reshard.checkpoint.storage.local import Range, Storage, StoredFile, check_path
+from reshard.checkpoint.storage.local import Range, Storage, check_path
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.layout.box import Box
 from reshard.text import quoted
@@ -62,6 +62,7 @@ EXTRAS = ("mcore_data",)
 _METADATA = "torch.distributed.checkpoint.metadata."
 _DATA = re.compile(r"__(\d{1,9})_\d{1,9}\.distcp\Z")
 
+Tensors = Mapping[str, StoredTensor]
 Placed = Mapping[tuple[str, tuple[int, ...] | None], Range]
 """The range of a file that is the archive of a box, by tensor and start of the box."""
 
@@ -88,18 +89,19 @@ def read_distcp_folder(reading: Reading) -> Catalog:
             f"{root} is a .distcp folder, which records the layout of its tensors: leave "
             f"out {given}"
         )
-    files: dict[StoredFile, int] = {}
-    catalogs = [_read_metadata(reading, path, files) for path in ranks.values() or [METADATA]]
-    catalog = replace(_joined(catalogs), files=(*files,))
+    catalog = Catalog(root, "distcp", (), {})
+    by_rank: dict[int, Tensors] = {}
+    for rank, path in (ranks or {0: METADATA}).items():
+        catalog, by_rank[rank] = _with_metadata(catalog, reading, path)
     if ranks and rules is not None:
         from reshard.checkpoint.formats.ranks import join_by_rules
 
-        by_rank = dict(zip(ranks, catalogs, strict=True))
         catalog = join_by_rules(reading, catalog, by_rank, rules)
-    elif len(catalogs) > 1:
-        _check_names_apart(root, catalogs, [*ranks])
+    else:
+        _check_names_apart(root, by_rank)
     # Files of a .distcp that no metadata names were left by an earlier save on more ranks.
-    unused = [file for file in reading.listed if file not in files]
+    used = {*catalog.files}
+    unused = [file for file in reading.listed if file not in used]
     others = tuple(file for file in unused if not is_distcp(file.path))
     known = {METADATA, *ranks.values()}
     stale = [f.path for f in unused if is_distcp(f.path) and f.path not in known]
@@ -125,37 +127,24 @@ def _metadata_of_ranks(reading: Reading) -> dict[int, str]:
     return dict(sorted(found.items()))
 
 
-def _joined(catalogs: Sequence[Catalog]) -> Catalog:
-    """All catalogs as one; the first wins for names that several have."""
-    joined, *rest = catalogs
-    for one in rest:
-        joined = replace(
-            joined,
-            tensors={**one.tensors, **joined.tensors},
-            objects={**one.objects, **joined.objects},
-            nesting={**one.nesting, **joined.nesting},
-            extras={**one.extras, **joined.extras},
-            crcs=(*joined.crcs, *one.crcs),
-        )
-    return joined
-
-
-def _check_names_apart(root: str, catalogs: Sequence[Catalog], ranks: Sequence[int]) -> None:
+def _check_names_apart(root: str, by_rank: Mapping[int, Tensors]) -> None:
     """Refuse names that several ranks have: only rules say how their tensors belong together."""
     home: dict[str, int] = {}
-    for rank, catalog in zip(ranks, catalogs, strict=True):
-        for name in catalog.tensors:
-            if name in home:
+    for rank, tensors in by_rank.items():
+        for name in tensors:
+            if home.setdefault(name, rank) != rank:
                 raise CheckpointError(
-                    f"{root} holds local tensors of {len(ranks)} ranks that saved without each "
+                    f"{root} holds local tensors of {len(by_rank)} ranks that saved without each "
                     f"other ({quoted(name)} is on ranks {home[name]} and {rank}) and do not "
                     "record their layout: give --rules and --mesh"
                 )
-            home[name] = rank
 
 
-def _read_metadata(reading: Reading, path: str, files: dict[StoredFile, int]) -> Catalog:
-    """The catalog that a ``.metadata`` describes; adds and numbers the files that it names."""
+def _with_metadata(catalog: Catalog, reading: Reading, path: str) -> tuple[Catalog, Tensors]:
+    """A catalog with what one more ``.metadata`` describes, and the tensors of that.
+
+    For names that several have, the first counts.
+    """
     storage, listed, findings = reading.storage, reading.listed, reading.findings
     where, size = storage.where(path), storage.size(path)
     if size > MAX_METADATA:
@@ -171,10 +160,8 @@ def _read_metadata(reading: Reading, path: str, files: dict[StoredFile, int]) ->
     sizes = {file.path: file.size for file in listed}
     shared = _check_ranges(storage.root, placed.values(), sizes, findings)
     named = {path for path, _, _ in placed.values()}
-    for file in listed:
-        if file.path in named:
-            files.setdefault(file, len(files))
-    numbers = {file.path: number for file, number in files.items()}
+    files = dict.fromkeys([*catalog.files, *(file for file in listed if file.path in named)])
+    numbers = {file.path: number for number, file in enumerate(files)}
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, StoredObject] = {}
     chunks: list[_Chunk] = []
@@ -201,16 +188,17 @@ def _read_metadata(reading: Reading, path: str, files: dict[StoredFile, int]) ->
     fitting = [c for c in chunks if c.range[1] + c.range[2] <= sizes.get(c.range[0], -1)]
     readable = [chunk for chunk in fitting if chunk.range not in shared]
     pieces, crcs = _pieces(storage, readable, numbers, findings)
-    return Catalog(
-        storage.root,
-        "distcp",
-        (*files,),
-        {name: replace(t, pieces=tuple(pieces.get(name, ()))) for name, t in tensors.items()},
-        objects,
-        nesting=_paths(metadata.field("planner_data")),
-        extras=_extras(metadata, most, where, findings),
-        crcs=tuple(crcs),
+    whole = {name: replace(t, pieces=(*pieces.get(name, ()),)) for name, t in tensors.items()}
+    joined = replace(
+        catalog,
+        files=(*files,),
+        tensors={**whole, **catalog.tensors},
+        objects={**objects, **catalog.objects},
+        nesting={**_paths(metadata.field("planner_data")), **catalog.nesting},
+        extras={**_extras(metadata, most, where, findings), **catalog.extras},
+        crcs=(*catalog.crcs, *crcs),
     )
+    return joined, whole
 
 
 def _extras(metadata: Record, most: int, where: str, findings: Findings) -> Mapping[str, object]:

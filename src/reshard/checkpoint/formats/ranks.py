@@ -243,13 +243,16 @@ def _mesh_of(rules: Rules, mesh: Mesh | None, root: str) -> Mesh:
 
 
 def join_by_rules(
-    reading: Reading, catalog: Catalog, by_rank: Mapping[int, Catalog], rules: Rules
+    reading: Reading,
+    catalog: Catalog,
+    by_rank: Mapping[int, Mapping[str, StoredTensor]],
+    rules: Rules,
 ) -> Catalog:
     """The catalog of ranks that saved without collectives; rules give the layouts."""
     mesh = _mesh_of(rules, reading.mesh, catalog.root)
     held = _Ranks()
-    for rank, one in by_rank.items():
-        for name, tensor in one.tensors.items():
+    for rank, tensors in by_rank.items():
+        for name, tensor in tensors.items():
             if len(tensor.pieces) != 1:
                 raise UnsupportedError(
                     f"{catalog.root}: tensor {quoted(name)} of rank {rank} is stored in "
@@ -259,8 +262,8 @@ def join_by_rules(
             local = LocalTensor(tensor.dtype, tensor.shape, piece.strides, piece.offset)
             where = f"{catalog.root}/{catalog.files[piece.file].path}"
             held.add(rank, piece.file, where, {name: local})
-    tensors, layouts = held.joined_by_rules(rules, mesh, reading.findings)
-    return replace(catalog, tensors=tensors, mesh=str(mesh), layouts=layouts)
+    joined, layouts = held.joined_by_rules(rules, mesh, reading.findings)
+    return replace(catalog, tensors=joined, mesh=str(mesh), layouts=layouts)
 
 
 def read_own_ranks(reading: Reading, contents: Contents, own: Own) -> Catalog:
