@@ -67,7 +67,6 @@ class PieceTable:
         return b"".join(getattr(self, name).tobytes() for name in _COLUMNS)
 
     def __getitem__(self, rows: Ints | slice) -> PieceTable:
-        """A table of some of the rows."""
         return replace(self, **{name: getattr(self, name)[rows] for name in _COLUMNS})
 
     @cached_property
@@ -97,11 +96,9 @@ class PieceTable:
         return is_run
 
     def box(self, row: int) -> Box:
-        """The box of a row."""
         return Box(tuple(self.starts[row].tolist()), tuple(self.stops[row].tolist()))
 
     def boxes(self) -> Iterator[Box]:
-        """The boxes of all rows."""
         return map(self.box, range(len(self)))
 
     def pieces(self) -> Iterator[StoredPiece]:
@@ -171,7 +168,6 @@ class Extent:
 
     @property
     def num_bytes(self) -> int:
-        """The length of the range."""
         return self.stop - self.start
 
 

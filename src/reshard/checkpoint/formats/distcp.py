@@ -360,7 +360,6 @@ def _piece(
 
 
 def _paths(planner_data: object) -> dict[str, tuple[str | int, ...]]:
-    """The path of each entry in the nested state dict."""
     paths = {}
     for name, path in planner_data.items() if isinstance(planner_data, dict) else ():
         is_path = isinstance(name, str) and isinstance(path, tuple) and len(path) <= MAX_KEYS

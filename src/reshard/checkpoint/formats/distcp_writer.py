@@ -145,7 +145,6 @@ class TensorArchive:
 
     @property
     def size(self) -> int:
-        """Bytes of the whole archive."""
         return len(self.head) + self.data_size + len(self.tail)
 
     @classmethod

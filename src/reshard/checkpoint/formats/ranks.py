@@ -57,7 +57,6 @@ class _Ranks:
         self.doubled: dict[tuple[str, str], list[str]] = {}
 
     def add(self, rank: int, file: int, where: str, tensors: Mapping[str, LocalTensor]) -> None:
-        """Take the tensors of one file."""
         self.files[rank] = where
         for name, tensor in tensors.items():
             by_rank = self.held.setdefault(name, {})

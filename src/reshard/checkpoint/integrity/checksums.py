@@ -76,7 +76,6 @@ class FileSums:
 
     @property
     def size(self) -> int:
-        """The size of the file."""
         return self.ends[-1] if self.ends else 0
 
     def chunk(self, index: int) -> ChunkSum:
@@ -96,7 +95,6 @@ class Checksums:
 
     files: Mapping[str, FileSums]
     digests: Mapping[str, str]
-    """The digest of each tensor."""
     request: Mapping[str, Any] | None = None
     """The conversion that wrote the files, if one did."""
 
@@ -173,7 +171,6 @@ def load_checksums(storage: Storage) -> Checksums | None:
 
 
 def checksum(data: Bytes) -> bytes:
-    """The checksum of some bytes."""
     return _hasher(data).digest()  # type: ignore[no-any-return]
 
 
@@ -319,7 +316,7 @@ def damage(where: str, chunk: ChunkSum, found: bytes) -> str:
 
 
 def sum_of(storage: Storage, path: str, start: int, stop: int) -> bytes:
-    """The checksum of a range of a file, read a few MiB at a time."""
+    """The checksum of a range of a file."""
     hasher = _hasher()
     for part in blocks(storage, path, start, stop):
         hasher.update(part)

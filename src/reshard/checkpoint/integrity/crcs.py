@@ -125,7 +125,6 @@ class Crcs:
 
 
 def crc_of(storage: Storage, path: str, start: int, stop: int) -> int:
-    """The CRC-32 of a range of a file."""
     value = 0
     for part in blocks(storage, path, start, stop):
         value = zlib.crc32(part, value)

@@ -173,7 +173,6 @@ class OpenFile:
     users: int = 0
 
     def close(self) -> None:
-        """Close both descriptors."""
         os.close(self.descriptor)
         if self.direct is not None:
             os.close(self.direct)
@@ -209,7 +208,6 @@ class OpenFiles(Generic[Key]):
                 file.users -= 1
 
     def close(self) -> None:
-        """Close all files."""
         with self._lock:
             for file in self._files.values():
                 file.close()

@@ -240,7 +240,6 @@ class OutputFiles:
             sync_folder(folder)
 
     def close(self) -> None:
-        """Close all files."""
         self._open.close()
 
     def _open_file(self, file: int) -> OpenFile:

@@ -238,7 +238,6 @@ class OwnMetadata:
     tensors: Mapping[str, OwnTensor] = field(default_factory=dict)
 
     def to_text(self) -> str:
-        """The value of the key ``reshard``."""
         data: dict[str, Any] = {"version": VERSION, "file": self.file, "files": self.files}
         if self.mesh is not None:
             data["mesh"] = self.mesh

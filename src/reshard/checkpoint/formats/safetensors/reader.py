@@ -158,7 +158,6 @@ def index_files(storage: Storage, index: StoredFile) -> Mapping[str, str]:
 def _check_index(
     reading: Reading, where: str, mapped: Mapping[str, str], contents: Contents
 ) -> None:
-    """Compare the index with the headers."""
     listed: dict[str, set[str]] = {}
     for name, path in mapped.items():
         listed.setdefault(path, set()).add(name)
@@ -214,7 +213,6 @@ class _Gathered:
     def add(
         self, name: str, local: LocalTensor, piece: StoredPiece, where: str, own: OwnTensor | None
     ) -> None:
-        """Take the box of one file."""
         named, num_dims = f"{where}: tensor {quoted(name)}", len(local.shape)
         if (self.dtype, self.num_dims) != (local.dtype, num_dims):
             raise DamageError(

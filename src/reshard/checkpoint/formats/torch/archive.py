@@ -73,7 +73,6 @@ class Archive:
 
     @property
     def storages(self) -> dict[str, Member]:
-        """The storages by number."""
         kept = self.members.items()
         return {name[5:]: member for name, member in kept if name.startswith("data/")}
 
@@ -318,7 +317,6 @@ def _wide(extra: bytes, *numbers: int) -> list[int]:
 
 
 def _wanted(where: str, members: list[_Listed]) -> list[_Listed]:
-    """The storages, the pickle and the byte order."""
     paths = {member.path for member in members}
     if len(paths) != len(members):
         raise DamageError(f"{where}: two members of its directory have one name")
@@ -375,7 +373,6 @@ class ArchiveWriter:
         self.add("byteorder", b"little")
 
     def add(self, name: str, data: bytes) -> None:
-        """Add a member."""
         self.add_header(name, len(data), crc32(data))
         self.out += data
 

@@ -199,7 +199,6 @@ def read_torch_file(
 
 
 def _name(path: Path, where: str) -> str:
-    """The keys that lead to an entry, joined by dots."""
     length = sum(len(key) if isinstance(key, str) else 1 for key in path)
     if length > MAX_NAME:
         raise UnsupportedError(

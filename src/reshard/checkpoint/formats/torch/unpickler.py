@@ -63,7 +63,6 @@ class Global:
 
     @property
     def path(self) -> str:
-        """Module and name, joined by a dot."""
         return f"{self.module}.{self.name}"
 
 
@@ -145,6 +144,7 @@ class _Unpickler(pickle._Unpickler):
         self._file = file
         self._size = len(data)
         self._where = where
+        self._globals: dict[tuple[str, str], Global] = {}
         self._copied = 0
         self._tuple_keys = 0
 
@@ -181,12 +181,15 @@ class _Unpickler(pickle._Unpickler):
         longest = max(len(module), len(name))
         if longest > MAX_NAME:
             self.fail(f"a name of {longest} characters, at most {MAX_NAME} are read")
-        if not _is_allowed(module, name):
-            path = quoted(f"{module}.{name}")[1:-1]
-            raise UnsupportedError(
-                f"{self._where}: names {path}, which is not read: nothing was run"
-            )
-        return Global(module, name)
+        known = self._globals.get((module, name))
+        if known is None:
+            if not _is_allowed(module, name):
+                path = quoted(f"{module}.{name}")[1:-1]
+                raise UnsupportedError(
+                    f"{self._where}: names {path}, which is not read: nothing was run"
+                )
+            known = self._globals[module, name] = Global(module, name)
+        return known
 
     def persistent_load(self, pid: Any) -> Record:
         return Record(None, (pid,))
@@ -272,7 +275,6 @@ class _Unpickler(pickle._Unpickler):
             self.fail("a state for what is no record")
 
     def load_other(self) -> None:
-        """An instruction that is not in the table below."""
         code = self._file.getbuffer()[self._file.tell() - 1]
         known = self.refuse if code in pickle._Unpickler.dispatch else self.fail
         known(f"the pickle instruction {code:#04x} is not one of those that store tensors")
