@@ -91,6 +91,15 @@ class _Pickler(pickle._Pickler):
             self._places[value] = pickle.LONG_BINGET + number
             self.write(pickle.LONG_BINPUT + number)
 
+    def save_dict(self, value: dict[Any, Any]) -> None:
+        """In one go, which is faster than in batches."""
+        save = self.save
+        self.write(pickle.EMPTY_DICT + pickle.MARK)
+        for key, one in value.items():
+            save(key)
+            save(one)
+        self.write(pickle.SETITEMS)
+
     def save_bytes(self, value: bytes) -> None:
         self.write(pickle.BINBYTES + struct.pack("<I", len(value)) + value)
 
@@ -117,9 +126,10 @@ class _Pickler(pickle._Pickler):
 _MEMOIZED = frozenset({str, Global, Shared})
 _LIBRARY: Any = pickle._Pickler.dispatch
 _STEPS: dict[type, Callable[[_Pickler, Any], None]] = {
-    kind: _LIBRARY[kind] for kind in (type(None), bool, int, float, str, tuple, list, dict)
+    kind: _LIBRARY[kind] for kind in (type(None), bool, int, float, str, tuple, list)
 }
 _STEPS |= {
+    dict: _Pickler.save_dict,
     bytes: _Pickler.save_bytes,
     Global: _Pickler.save_name,
     Record: _Pickler.save_record,

@@ -110,13 +110,27 @@ def read_archives(
     Pickles and directories of more than ``largest`` bytes are refused: many are in memory at once.
     """
     archives = _with_members(storage, ranges, largest)
-    for archive in archives:
-        archive.pickle = _content(storage, archive, archive.members["data.pkl"])
-        order = archive.members.get("byteorder")
-        if order is not None and _content(storage, archive, order) != b"little":
+    held = [(one, *found) for one in archives for found in one.members.items()]
+    read = [found for found in held if found[1] in ("data.pkl", "byteorder")]
+    for one, _, member in read:
+        if member.size > largest:
             raise UnsupportedError(
-                f"{archive.where} was written on a big-endian machine, which is not supported: "
-                "load it with torch and save it again here"
+                f"{one.where}: a pickle of {member.size} bytes, at most {largest} are read"
+            )
+    contents = _read(storage, [(one, m.offset - one.range[1], m.size) for one, _, m in read])
+    for (one, name, member), data in zip(read, contents, strict=True):
+        if member.crc and crc32(data) != member.crc:
+            raise DamageError(
+                f"{one.where}: bytes {member.offset} to {member.offset + member.size} changed "
+                f"since torch saved them: their CRC-32 is {crc32(data):08x} and was "
+                f"{member.crc:08x}: restore the file from a copy"
+            )
+        if name == "data.pkl":
+            one.pickle = data
+        elif data != b"little":
+            raise UnsupportedError(
+                f"{one.where} was written on a big-endian machine, which is not supported: load "
+                "it with torch and save it again here"
             )
     return archives
 
@@ -341,21 +355,6 @@ def _wanted(where: str, members: list[_Listed]) -> list[_Listed]:
             "does: unpack it and zip it again without compression"
         )
     return wanted
-
-
-def _content(storage: Storage, archive: Archive, member: Member) -> bytes:
-    if member.size > archive.largest:
-        raise UnsupportedError(
-            f"{archive.where}: a pickle of {member.size} bytes, at most {archive.largest} are read"
-        )
-    [data] = _read(storage, [(archive, member.offset - archive.range[1], member.size)])
-    if member.crc and crc32(data) != member.crc:
-        raise DamageError(
-            f"{archive.where}: bytes {member.offset} to {member.offset + member.size} changed "
-            f"since torch saved them: their CRC-32 is {crc32(data):08x} and was {member.crc:08x}: "
-            "restore the file from a copy"
-        )
-    return data
 
 
 class ArchiveWriter:

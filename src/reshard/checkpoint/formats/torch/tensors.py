@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -118,8 +117,8 @@ def within(archive: Archive, tensor: LocalTensor, where: str) -> LocalTensor:
         raise DamageError(f"{where}: the archive has no storage {key}")
     if member is not None and member.size != length:
         raise DamageError(f"{where}: storage {key} has {member.size} bytes instead of {length}")
-    begin = member.offset if member else 0
-    return replace(tensor, offset=begin + tensor.offset)
+    offset = tensor.offset + (member.offset if member else 0)
+    return LocalTensor(tensor.dtype, tensor.shape, tensor.strides, offset, key, length)
 
 
 def _used(
