@@ -218,7 +218,11 @@ def read_by_rules(reading: Reading, rules: Rules) -> Catalog:
     ranks = _ranks_of_files(storage.root, reading.listed, mesh)
     contents = _contents(storage, [*ranks], findings)
     held = _Ranks()
-    for number, (file, one) in enumerate(contents.items()):
+    for number, (file, rank) in enumerate(ranks.items()):
+        one = contents.get(file)
+        if one is None:  # it cannot be read
+            contents[file] = Content(storage.where(file.path))
+            continue
         # States of random generators: each rank has its own, not part of a global tensor.
         kept = {
             name: tensor
@@ -227,8 +231,9 @@ def read_by_rules(reading: Reading, rules: Rules) -> Catalog:
         }
         if left_out := len(one.tensors) - len(kept):
             findings.note(f"{file.path}: {left_out} states of random generators are left out")
-        held.add(ranks[file], number, one.where, kept)
+        held.add(rank, number, one.where, kept)
     joined, layouts = held.joined_by_rules(rules, mesh, findings)
+    contents = {file: contents[file] for file in ranks}
     return reading.catalog("per-rank", contents, joined, mesh=str(mesh), layouts=layouts)
 
 
@@ -338,8 +343,8 @@ def _contents(
     """The content of each file that can be read."""
     safe = [file for file in files if file.path.endswith(".safetensors")]
     contents = read_headers(storage, safe, findings)
-    for file in files:
+    for number, file in enumerate(files):
         if file not in safe:
             with findings:
-                contents[file] = read_torch_file(storage, file, findings, len(contents))
+                contents[file] = read_torch_file(storage, file, findings, number)
     return contents

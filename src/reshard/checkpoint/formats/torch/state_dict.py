@@ -152,10 +152,11 @@ def _read_files(reading: Reading, files: Sequence[StoredFile], contents: Content
             "not record their layout: give --rules and --mesh"
         )
     reading.check_parts(files)
-    for file in files:
-        with findings:
-            if file not in contents:
-                contents[file] = read_torch_file(storage, file, findings, len(contents))
+    for number, file in enumerate(files):
+        if file not in contents:
+            contents[file] = Content(storage.where(file.path))  # stays if it cannot be read
+            with findings:
+                contents[file] = read_torch_file(storage, file, findings, number)
 
 
 def read_torch_file(
