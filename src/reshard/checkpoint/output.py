@@ -44,7 +44,6 @@ class Wanted:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
         return prod(self.shape) * itemsize(self.dtype)
 
 
@@ -74,7 +73,6 @@ class OutputTensor(StoredTensor):
     """The bytes before and after each piece in its file, if the format has such."""
 
     def literals(self) -> Iterator[Literal]:
-        """The bytes before and after each piece, as literals."""
         for piece, (head, tail) in zip(self.pieces, self.around, strict=False):
             yield Literal(piece.file, piece.offset - len(head), head)
             yield Literal(piece.file, piece.offset + piece.num_bytes(self.dtype), tail)
@@ -101,7 +99,6 @@ class Output:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files."""
         return sum(file.size for file in self.files)
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -68,7 +67,6 @@ class PieceTable:
         return b"".join(getattr(self, name).tobytes() for name in _COLUMNS)
 
     def __getitem__(self, rows: Ints | slice) -> PieceTable:
-        """A table of some of the rows."""
         return replace(self, **{name: getattr(self, name)[rows] for name in _COLUMNS})
 
     @cached_property
@@ -98,11 +96,9 @@ class PieceTable:
         return is_run
 
     def box(self, row: int) -> Box:
-        """The box of a row."""
         return Box(tuple(self.starts[row].tolist()), tuple(self.stops[row].tolist()))
 
     def boxes(self) -> Iterator[Box]:
-        """The boxes of all rows."""
         return map(self.box, range(len(self)))
 
     def pieces(self) -> Iterator[StoredPiece]:
@@ -141,16 +137,15 @@ class PieceTable:
     def _runs_of(self, row: int) -> PieceTable:
         """One box split at every gap: its outer dims are enumerated, its inner dims are one run."""
         shape, strides = self.shapes[row].tolist(), self.strides[row].tolist()
-        inner = len(shape)
-        while inner and (
-            shape[inner - 1] == 1 or strides[inner - 1] == prod(shape[inner:], start=self.itemsize)
-        ):
-            inner -= 1
-        at = np.indices(shape[:inner]).reshape(inner, -1).T
+        outer, run = len(shape), self.itemsize
+        while outer and (shape[outer - 1] == 1 or strides[outer - 1] == run):
+            outer -= 1
+            run *= shape[outer]
+        at = np.indices(shape[:outer]).reshape(outer, -1).T
         starts = np.repeat(self.starts[row : row + 1], len(at), axis=0)
         stops = np.repeat(self.stops[row : row + 1], len(at), axis=0)
-        starts[:, :inner] += at
-        stops[:, :inner] = starts[:, :inner] + 1
+        starts[:, :outer] += at
+        stops[:, :outer] = starts[:, :outer] + 1
         return self.clipped(np.full(len(at), row), starts, stops)
 
 
@@ -173,7 +168,6 @@ class Extent:
 
     @property
     def num_bytes(self) -> int:
-        """The length of the range."""
         return self.stop - self.start
 
 

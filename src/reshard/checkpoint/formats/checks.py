@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from reshard.checkpoint.catalog import Catalog, StoredPiece, StoredTensor
+from reshard.checkpoint.catalog import Catalog, Crc, StoredPiece, StoredTensor
 from reshard.checkpoint.storage.local import Storage, StoredFile
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.layout.box import Box
@@ -25,13 +25,11 @@ if TYPE_CHECKING:
     from reshard.rules import Rules
 
 __all__ = [
-    "RANK_METADATA", "Findings", "LocalTensor", "Reading", "checked_shape", "first_of_each",
-    "is_distcp", "missing_parts", "rank_of", "shown", "whole_numbers", "whole_tensors",
+    "RANK_METADATA", "Content", "Findings", "LocalTensor", "Reading", "checked_shape", "is_distcp",
+    "missing_parts", "rank_of", "shown", "whole_numbers", "whole_tensors",
 ]  # fmt: skip
 
-Value = TypeVar("Value")
-
-_PLAIN = (int, float, str, bool, type(None))
+_PLAIN = (int, float, type(None))
 MAX_SHOWN = 8
 MAX_DIMS = 32
 MAX_ELEMENTS = 1 << 48
@@ -63,12 +61,11 @@ def checked_shape(values: object, where: str, name: str | None = None) -> tuple[
     sizes = None if too_long else whole_numbers(values)
     if sizes is not None and prod(size or 1 for size in sizes) <= MAX_ELEMENTS:
         return sizes
+    why = "sizes are numbers from 0 on"
+    if too_long or sizes is not None:
+        why = "no tensor has that many dims or elements"
     about = where if name is None else f"{where}: tensor {quoted(name)}"
-    if not too_long and sizes is None:
-        raise DamageError(f"{about} has the shape {shown(values)}: sizes are numbers from 0 on")
-    raise DamageError(
-        f"{about} has the shape {shown(values)}: no tensor has that many dims or elements"
-    )
+    raise DamageError(f"{about} has the shape {shown(values)}: {why}")
 
 
 def shown(value: object) -> str:
@@ -77,16 +74,16 @@ def shown(value: object) -> str:
     >>> shown([2, "x"]), shown([[2]]), shown(2.5)
     ('[2, "x"]', 'a list', '2.5')
     """
-    if isinstance(value, list | tuple):
-        first = value[:MAX_SHOWN]
-        if all(isinstance(part, _PLAIN) for part in first):
-            inner = ", ".join(map(shown, first))
-            more = ", ..." if len(value) > MAX_SHOWN else ""
-            return f"[{inner}{more}]" if isinstance(value, list) else f"({inner}{more})"
-        return f"a {type(value).__name__}"
     if isinstance(value, str):
         return quoted(value)
-    return str(value) if isinstance(value, _PLAIN) else f"a {type(value).__name__}"
+    if isinstance(value, _PLAIN):
+        return str(value)
+    if not isinstance(value, list | tuple) or any(
+        not isinstance(part, (str, *_PLAIN)) for part in value[:MAX_SHOWN]
+    ):
+        return f"a {type(value).__name__}"
+    inner = ", ".join(map(shown, value[:MAX_SHOWN])) + ", ..." * (len(value) > MAX_SHOWN)
+    return f"[{inner}]" if isinstance(value, list) else f"({inner})"
 
 
 MAX_NOTED = 1000
@@ -94,19 +91,16 @@ MAX_NOTED = 1000
 
 @dataclass(slots=True)
 class Findings:
-    """Problems of a checkpoint, and notes for its reader; one line each."""
+    """Problems of a checkpoint, and notes for its reader; one line each.
+
+    As a context it notes DamageError and UnsupportedError, and goes on after the block. It is no
+    generator: 100,000 of these take a second.
+    """
 
     damage: list[str] = field(default_factory=list)
     unsupported: list[str] = field(default_factory=list)
     """Content that is not damaged, as far as is known, and cannot be read."""
     notes: list[str] = field(default_factory=list)
-
-    def noting(self) -> Findings:
-        """A ``with`` block that notes DamageError and UnsupportedError and goes on after it.
-
-        Not a generator: 100,000 of these take a second.
-        """
-        return self
 
     def __enter__(self) -> None:
         return
@@ -120,34 +114,32 @@ class Findings:
             return False
         return True
 
-    def found(self, what: str) -> None:
-        """Note one damage, up to a limit."""
-        if len(self.damage) < MAX_NOTED:
-            self.damage.append(what)
+    def found(self, what: str, among: list[str] | None = None) -> None:
+        """Note one damage, or another line, up to a limit."""
+        lines = self.damage if among is None else among
+        if len(lines) < MAX_NOTED:
+            lines.append(what)
 
     def refuse(self, what: str) -> None:
-        """Note something that is not supported, up to a limit."""
-        if len(self.unsupported) < MAX_NOTED:
-            self.unsupported.append(what)
+        """Note something that is not supported."""
+        self.found(what, self.unsupported)
+
+    def note(self, what: str) -> None:
+        """Note something that is no problem but worth knowing."""
+        self.found(what, self.notes)
 
     def refuse_doubled(self, doubled: Mapping[tuple[str, str], Sequence[str]], advice: str) -> None:
         """Note tensors that are in two files each, where nothing decides between these."""
         for (one, two), names in doubled.items():
-            tensors = and_more([quoted(name) for name in names])
             self.refuse(
-                f"tensor {tensors} is in {one} and in {two}, and nothing says which "
-                f"of them counts: {advice}"
+                f"tensor {and_more([quoted(name) for name in names])} is in {one} and in {two}, "
+                f"and nothing says which of them counts: {advice}"
             )
 
     @property
     def any(self) -> bool:
         """Whether something could not be read."""
         return bool(self.damage or self.unsupported)
-
-    def note(self, what: str) -> None:
-        """Note something that is no problem but worth knowing."""
-        if len(self.notes) < MAX_NOTED:
-            self.notes.append(what)
 
     def check(self, root: str) -> None:
         """Raise the first problem; damage before unsupported content."""
@@ -171,16 +163,38 @@ class Reading:
     def catalog(
         self,
         kind: str,
-        files: Sequence[StoredFile],
+        contents: Mapping[StoredFile, Content],
         tensors: Mapping[str, StoredTensor],
         *,
         index: StoredFile | None = None,
         **fields: Any,
     ) -> Catalog:
-        """The catalog of these files and their index; the other files of the folder are listed."""
-        used = {*files, index}
-        others = tuple(file for file in self.listed if file not in used)
-        return Catalog(self.storage.root, kind, tuple(files), tensors, others=others, **fields)
+        """The catalog of files with this content; for names that several have the first counts."""
+        used, last_first = {*contents, index}, [*contents.values()][::-1]
+        return Catalog(
+            self.storage.root,
+            kind,
+            tuple(contents),
+            tensors,
+            others=tuple(file for file in self.listed if file not in used),
+            metadata={key: text for one in last_first for key, text in one.metadata.items()},
+            values={name: value for one in last_first for name, value in one.values.items()},
+            nesting={name: path for one in last_first for name, path in one.nesting.items()},
+            left_out=tuple(
+                dict.fromkeys(name for one in contents.values() for name in one.left_out)
+            ),
+            crcs=tuple(crc for one in contents.values() for crc in one.crcs),
+            **fields,
+        )
+
+    def check_parts(self, files: Iterable[StoredFile]) -> None:
+        """Note the files that the names of these imply and that are not there."""
+        for path in missing_parts(files):
+            if self.storage.is_file:
+                self.findings.note(f"{path} and other files of the same set were not given")
+                break
+            why = "the names of the other files imply it"
+            self.findings.found(f"{self.storage.where(path)} is missing: {why}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,33 +206,43 @@ class LocalTensor:
     strides: tuple[int, ...]
     offset: int
     storage: str = ""
-    """The member of the archive that holds it; empty outside of archives."""
+    """The storage of the archive that holds it; empty outside of archives."""
+    length: int = 0
+    """Bytes of that storage."""
 
 
-def first_of_each(mappings: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
-    """The entries of all mappings; where several have a name, the first wins."""
-    found: dict[str, Value] = {}
-    for mapping in mappings:
-        for name, value in mapping.items():
-            found.setdefault(name, value)
-    return found
+@dataclass(slots=True)
+class Content:
+    """What one file holds."""
+
+    where: str
+    """The full path, for errors."""
+    tensors: dict[str, LocalTensor] = field(default_factory=dict)
+    metadata: dict[str, str] = field(default_factory=dict)
+    """That of a safetensors file, or plain values that JSON can represent, as JSON."""
+    described: dict[str, str] = field(default_factory=dict)
+    """Metadata about the file itself: its place among others, where its tensors belong."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Plain values."""
+    nesting: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
+    crcs: list[Crc] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    """Names of entries that are neither tensors nor plain."""
 
 
 _whole = lru_cache(maxsize=4096)(Box.whole)  # one object per shape: many tensors have the same
 
 
 def whole_tensors(
-    files: Iterable[tuple[int, str, Mapping[str, LocalTensor]]], findings: Findings, advice: str
+    contents: Iterable[Content], findings: Findings, advice: str
 ) -> dict[str, StoredTensor]:
-    """The tensors of files (number, text for errors, content) that hold whole ones.
-
-    Tensors that are in two files are noted: nothing decides between these.
-    """
+    """The tensors of files that hold whole ones; those that two files have are noted."""
     tensors: dict[str, StoredTensor] = {}
     home: dict[str, str] = {}
     doubled: dict[tuple[str, str], list[str]] = {}
-    for number, where, held in files:
-        for name, local in held.items():
+    for number, content in enumerate(contents):
+        where = content.where
+        for name, local in content.tensors.items():
             if home.setdefault(name, where) != where:
                 doubled.setdefault((home[name], where), []).append(name)
                 continue

@@ -21,6 +21,7 @@ from reshard.checkpoint.catalog import Catalog, Crc, StoredObject, StoredPiece, 
 from reshard.checkpoint.formats.checks import (
     RANK_METADATA,
     Findings,
+    LocalTensor,
     Reading,
     checked_shape,
     is_distcp,
@@ -29,12 +30,12 @@ from reshard.checkpoint.formats.checks import (
 )
 from reshard.checkpoint.formats.torch.archive import Archive, each_archive
 from reshard.checkpoint.formats.torch.tensors import (
-    View,
     Visits,
     dtype_of,
     is_plain,
     is_tensor,
-    view_of,
+    tensor_of,
+    within,
 )
 from reshard.checkpoint.formats.torch.unpickler import Record, unpickle
 from reshard.checkpoint.storage.local import Range, Storage, check_path
@@ -61,6 +62,7 @@ EXTRAS = ("mcore_data",)
 _METADATA = "torch.distributed.checkpoint.metadata."
 _DATA = re.compile(r"__(\d{1,9})_\d{1,9}\.distcp\Z")
 
+Tensors = Mapping[str, StoredTensor]
 Placed = Mapping[tuple[str, tuple[int, ...] | None], Range]
 """The range of a file that is the archive of a box, by tensor and start of the box."""
 
@@ -87,25 +89,27 @@ def read_distcp_folder(reading: Reading) -> Catalog:
             f"{root} is a .distcp folder, which records the layout of its tensors: leave "
             f"out {given}"
         )
-    paths = [*ranks.values()] or [METADATA]
-    catalogs = [_read_metadata(reading, path) for path in paths]
-    catalog = catalogs[0] if len(catalogs) == 1 else _joined(catalogs)
+    catalog = Catalog(root, "distcp", (), {})
+    by_rank: dict[int, Tensors] = {}
+    for rank, path in (ranks or {0: METADATA}).items():
+        catalog, by_rank[rank] = _with_metadata(catalog, reading, path)
     if ranks and rules is not None:
         from reshard.checkpoint.formats.ranks import join_by_rules
 
-        by_rank = dict(zip(ranks, catalogs, strict=True))
         catalog = join_by_rules(reading, catalog, by_rank, rules)
-    elif len(catalogs) > 1:
-        _check_names_apart(root, catalogs, [*ranks])
+    else:
+        _check_names_apart(root, by_rank)
     # Files of a .distcp that no metadata names were left by an earlier save on more ranks.
-    used = {*paths, *(file.path for file in catalog.files)}
-    others = tuple(file for file in reading.listed if file.path not in used)
-    stale = [file.path for file in others if is_distcp(file.path)]
+    used = {*catalog.files}
+    unused = [file for file in reading.listed if file not in used]
+    others = tuple(file for file in unused if not is_distcp(file.path))
+    known = {METADATA, *ranks.values()}
+    stale = [f.path for f in unused if is_distcp(f.path) and f.path not in known]
     if stale:
         reading.findings.note(
             f"{quoted(stale[0])} is not named in {METADATA} ({len(stale)} such files)"
         )
-    return replace(catalog, others=tuple(file for file in others if not is_distcp(file.path)))
+    return replace(catalog, others=others)
 
 
 def _metadata_of_ranks(reading: Reading) -> dict[int, str]:
@@ -123,44 +127,24 @@ def _metadata_of_ranks(reading: Reading) -> dict[int, str]:
     return dict(sorted(found.items()))
 
 
-def _joined(catalogs: Sequence[Catalog]) -> Catalog:
-    """All catalogs as one; the first wins for names that several have."""
-    joined = Catalog(catalogs[0].root, catalogs[0].format, (), {})
-    for one in catalogs:
-        first = len(joined.files)
-        tensors = {
-            name: replace(t, pieces=tuple(replace(p, file=p.file + first) for p in t.pieces))
-            for name, t in one.tensors.items()
-        }
-        objects = {name: replace(o, file=o.file + first) for name, o in one.objects.items()}
-        joined = replace(
-            joined,
-            files=(*joined.files, *one.files),
-            tensors={**tensors, **joined.tensors},
-            objects={**objects, **joined.objects},
-            nesting={**one.nesting, **joined.nesting},
-            extras={**one.extras, **joined.extras},
-            crcs=(*joined.crcs, *(crc._replace(file=crc.file + first) for crc in one.crcs)),
-        )
-    return joined
-
-
-def _check_names_apart(root: str, catalogs: Sequence[Catalog], ranks: Sequence[int]) -> None:
+def _check_names_apart(root: str, by_rank: Mapping[int, Tensors]) -> None:
     """Refuse names that several ranks have: only rules say how their tensors belong together."""
     home: dict[str, int] = {}
-    for rank, catalog in zip(ranks, catalogs, strict=True):
-        for name in catalog.tensors:
-            if name in home:
+    for rank, tensors in by_rank.items():
+        for name in tensors:
+            if home.setdefault(name, rank) != rank:
                 raise CheckpointError(
-                    f"{root} holds local tensors of {len(ranks)} ranks that saved without each "
+                    f"{root} holds local tensors of {len(by_rank)} ranks that saved without each "
                     f"other ({quoted(name)} is on ranks {home[name]} and {rank}) and do not "
                     "record their layout: give --rules and --mesh"
                 )
-            home[name] = rank
 
 
-def _read_metadata(reading: Reading, path: str) -> Catalog:
-    """The catalog that a ``.metadata`` describes, without the other files of the folder."""
+def _with_metadata(catalog: Catalog, reading: Reading, path: str) -> tuple[Catalog, Tensors]:
+    """A catalog with what one more ``.metadata`` describes, and the tensors of that.
+
+    For names that several have, the first counts.
+    """
     storage, listed, findings = reading.storage, reading.listed, reading.findings
     where, size = storage.where(path), storage.size(path)
     if size > MAX_METADATA:
@@ -176,14 +160,14 @@ def _read_metadata(reading: Reading, path: str) -> Catalog:
     sizes = {file.path: file.size for file in listed}
     shared = _check_ranges(storage.root, placed.values(), sizes, findings)
     named = {path for path, _, _ in placed.values()}
-    files = tuple(file for file in listed if file.path in named)
+    files = dict.fromkeys([*catalog.files, *(file for file in listed if file.path in named)])
     numbers = {file.path: number for number, file in enumerate(files)}
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, StoredObject] = {}
     chunks: list[_Chunk] = []
     count, most = 0, size // CHUNK_BYTES
     for name, entry in described.items():
-        with findings.noting():
+        with findings:
             found = _entry(name, entry, placed, where)
             if isinstance(found, StoredTensor):
                 tensors[name] = found
@@ -204,16 +188,17 @@ def _read_metadata(reading: Reading, path: str) -> Catalog:
     fitting = [c for c in chunks if c.range[1] + c.range[2] <= sizes.get(c.range[0], -1)]
     readable = [chunk for chunk in fitting if chunk.range not in shared]
     pieces, crcs = _pieces(storage, readable, numbers, findings)
-    return Catalog(
-        storage.root,
-        "distcp",
-        files,
-        {name: replace(t, pieces=tuple(pieces.get(name, ()))) for name, t in tensors.items()},
-        objects,
-        nesting=_paths(metadata.field("planner_data")),
-        extras=_extras(metadata, most, where, findings),
-        crcs=tuple(crcs),
+    whole = {name: replace(t, pieces=(*pieces.get(name, ()),)) for name, t in tensors.items()}
+    joined = replace(
+        catalog,
+        files=(*files,),
+        tensors={**whole, **catalog.tensors},
+        objects={**objects, **catalog.objects},
+        nesting={**_paths(metadata.field("planner_data")), **catalog.nesting},
+        extras={**_extras(metadata, most, where, findings), **catalog.extras},
+        crcs=(*catalog.crcs, *crcs),
     )
+    return joined, whole
 
 
 def _extras(metadata: Record, most: int, where: str, findings: Findings) -> Mapping[str, object]:
@@ -336,16 +321,16 @@ def _pieces(
     """The pieces of every tensor, read archive by archive in the order of the files."""
     pieces: dict[str, list[StoredPiece]] = {}
     crcs: list[Crc] = []
-    views: dict[bytes, View] = {}
+    known: dict[bytes, LocalTensor] = {}
     order = sorted(chunks, key=lambda chunk: chunk.range)
     archives = each_archive(storage, [chunk.range for chunk in order], MAX_PICKLE)
     for chunk, archive in zip(order, archives, strict=True):
-        with findings.noting():
+        with findings:
             if isinstance(archive, CheckpointError):
                 content = f"it holds {chunk.box} of {quoted(chunk.tensor)}"
                 raise type(archive)(f"{archive}; {content}")
             file = numbers[chunk.range[0]]
-            piece = _piece(chunk, archive, file, views)
+            piece = _piece(chunk, archive, file, known)
             pieces.setdefault(chunk.tensor, []).append(piece)
             crcs += archive.crcs(file)
     for held in pieces.values():
@@ -353,17 +338,19 @@ def _pieces(
     return pieces, crcs
 
 
-def _piece(chunk: _Chunk, archive: Archive, file: int, views: dict[bytes, View]) -> StoredPiece:
+def _piece(
+    chunk: _Chunk, archive: Archive, file: int, known: dict[bytes, LocalTensor]
+) -> StoredPiece:
     where = f"{archive.where}: {quoted(chunk.tensor)}"
-    view = views.get(archive.pickle)
-    if view is None:  # archives of one shape have the same pickle
+    tensor = known.get(archive.pickle)
+    if tensor is None:  # archives of one shape have the same pickle
         record = unpickle(archive.pickle, where)
         if not is_tensor(record):
             raise DamageError(f"{where} is no tensor")
-        view = view_of(record, where)
-        if len(views) < KNOWN_PICKLES:
-            views[archive.pickle] = view
-    local = view.within(archive, where)
+        tensor = tensor_of(record, where)
+        if len(known) < KNOWN_PICKLES:
+            known[archive.pickle] = tensor
+    local = within(archive, tensor, where)
     if (local.shape, local.dtype) != (chunk.box.shape, chunk.dtype):
         raise DamageError(
             f"{where} is {local.shape} of {local.dtype} and {METADATA} says {chunk.box.shape} of "
@@ -373,7 +360,6 @@ def _piece(chunk: _Chunk, archive: Archive, file: int, views: dict[bytes, View])
 
 
 def _paths(planner_data: object) -> dict[str, tuple[str | int, ...]]:
-    """The path of each entry in the nested state dict."""
     paths = {}
     for name, path in planner_data.items() if isinstance(planner_data, dict) else ():
         is_path = isinstance(name, str) and isinstance(path, tuple) and len(path) <= MAX_KEYS

@@ -7,18 +7,23 @@ pickle with the place of every box.
 >>> archive.data_offset % 64, archive.data_size, len(archive.head) + archive.data_size
 (0, 24, 536)
 
-The pickles name classes and functions without importing them. A value is plain data, or one of the
-ways in which a pickle refers to objects: a global name, a call, an object with a state, a
-persistent id.
+The pickles name classes and functions without importing them: a value is plain data, or a `Global`
+or `Record` as the reader makes it. A record with a state is an object that is created without
+calling its class; one without a state is the result of a call.
 
 >>> pickle.loads(pickled({"a": (1, -2, 3_000_000_000), "b": [True, None, "x", 0.5, b"y"]}))
 {'a': (1, -2, 3000000000), 'b': [True, None, 'x', 0.5, b'y']}
->>> pickle.loads(pickled(Call(Global("collections", "Counter"), ("aab",))))
+>>> pickle.loads(pickled(Record(Global("collections", "Counter"), ("aab",))))
 Counter({'a': 2, 'b': 1})
+>>> size = Shared(Global("fractions", "Fraction"), (1, 2))
+>>> one, two = pickle.loads(pickled([size, size]))
+>>> one is two
+True
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +35,7 @@ from typing import Any
 from reshard.checkpoint.catalog import StoredObject, StoredPiece
 from reshard.checkpoint.formats.torch.archive import ALIGNMENT, ArchiveWriter
 from reshard.checkpoint.formats.torch.tensors import STORAGE_DTYPES
-from reshard.checkpoint.formats.torch.unpickler import Global
+from reshard.checkpoint.formats.torch.unpickler import Global, Record
 from reshard.checkpoint.output import (
     Literal,
     ObjectCopy,
@@ -46,154 +51,89 @@ from reshard.layout.box import Box, row_major
 __all__ = ["distcp"]
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """The result of calling a function."""
+class Shared(Record):
+    """An immutable record that occurs in many places: written once, then referred to."""
 
-    function: Global
-    arguments: tuple[Any, ...]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Instance:
-    """An object that is created without calling its class, and then gets a state."""
-
-    of: Global
-    state: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class Persistent:
-    """An object that the reader looks up by id; torch refers to storages in this way."""
-
-    id: tuple[Any, ...]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Shared:
-    """An immutable value that occurs in many places: written once, then referred to.
-
-    >>> size = Shared((1, 2))
-    >>> one, two = pickle.loads(pickled([size, size]))
-    >>> one is two
-    True
-    """
-
-    value: Any
+    __slots__ = ()
 
 
 def pickled(value: Any) -> bytes:
     """A value as a pickle of protocol 2."""
-    writer = _Writer()
-    writer.out += pickle.PROTO + b"\x02"
-    writer.write(value)
-    return bytes(writer.out + pickle.STOP)
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
 
 
-class _Writer:
-    def __init__(self) -> None:
-        self.out = bytearray()
-        self._memo: dict[Any, bytes] = {}
+class _Pickler(pickle._Pickler):
+    """The standard library's pickler, which here writes only plain data and records."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self.write = file.write
+        self._places: dict[Any, bytes] = {}
         """The instruction that refers to each value of the memo."""
 
-    def write(self, value: Any) -> None:
-        """Write one value of any kind."""
+    def save(self, value: Any, save_persistent_id: bool = True) -> None:
         kind = type(value)
-        if kind in _MEMOIZED:
-            reference = self._memo.get(value)
-            if reference is not None:
-                self.out += reference
-                return
-        write = _WRITERS.get(kind)
-        if write is None:
-            write = next((w for kind, w in _WRITERS.items() if isinstance(value, kind)), None)
-        if write is None:
-            raise TypeError(f"{type(value).__name__} is not written into pickles")
-        write(self, value)
+        if kind in _MEMOIZED and (place := self._places.get(value)) is not None:
+            self.write(place)
+            return
+        step = _STEPS.get(kind)
+        if step is None:  # of a subclass, such as an OrderedDict
+            step = next((step for kind, step in _STEPS.items() if isinstance(value, kind)), None)
+        if step is None:
+            raise TypeError(f"{kind.__name__} is not written into pickles")
+        step(self, value)
 
-    def _int(self, value: int) -> None:
-        if 0 <= value < 256:
-            self.out += _SMALL_INTS[value]
-        elif -(1 << 31) <= value < 1 << 31:
-            self.out += pickle.BININT + value.to_bytes(4, "little", signed=True)
+    def memoize(self, value: Any) -> None:
+        if type(value) in _MEMOIZED:
+            number = struct.pack("<I", len(self._places))
+            self._places[value] = pickle.LONG_BINGET + number
+            self.write(pickle.LONG_BINPUT + number)
+
+    def save_dict(self, value: dict[Any, Any]) -> None:
+        """In one go, which is faster than in batches."""
+        save = self.save
+        self.write(pickle.EMPTY_DICT + pickle.MARK)
+        for key, one in value.items():
+            save(key)
+            save(one)
+        self.write(pickle.SETITEMS)
+
+    def save_bytes(self, value: bytes) -> None:
+        self.write(pickle.BINBYTES + struct.pack("<I", len(value)) + value)
+
+    def save_name(self, value: Global) -> None:
+        self.write(pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode())
+        self.memoize(value)
+
+    def save_record(self, record: Record) -> None:
+        if record.maker is None:
+            self.save(record.args[0])
+            self.write(pickle.BINPERSID)
+            return
+        self.save(record.maker)
+        if record.state is None:
+            self.save(record.args)
+            self.write(pickle.REDUCE)
         else:
-            data = pickle.encode_long(value)
-            short = len(data) < 256
-            self.out += pickle.LONG1 if short else pickle.LONG4
-            self.out += struct.pack("<B" if short else "<i", len(data)) + data
-
-    def _bytes(self, value: bytes) -> None:
-        self.out += pickle.BINBYTES + struct.pack("<I", len(value)) + value
-
-    def _str(self, value: str) -> None:
-        data = value.encode("utf-8", "surrogatepass")
-        self.out += pickle.BINUNICODE + struct.pack("<I", len(data)) + data
-        self._memoize(value)
-
-    def _tuple(self, value: tuple[Any, ...]) -> None:
-        if len(value) > 3:
-            self.out += pickle.MARK
-        self._ended(_TUPLES.get(len(value), pickle.TUPLE), *value)
-
-    def _list(self, value: list[Any]) -> None:
-        self.out += pickle.EMPTY_LIST
-        if value:
-            self.out += pickle.MARK
-            self._ended(pickle.APPENDS, *value)
-
-    def _dict(self, value: dict[Any, Any]) -> None:
-        self.out += pickle.EMPTY_DICT
-        if value:
-            self.out += pickle.MARK
-            for key, one in value.items():
-                self.write(key)
-                self.write(one)
-            self.out += pickle.SETITEMS
-
-    def _global(self, value: Global) -> None:
-        self.out += pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode()
-        self._memoize(value)
-
-    def _ended(self, instruction: bytes, *values: Any) -> None:
-        """Write values, and the instruction that takes them."""
-        for value in values:
-            self.write(value)
-        self.out += instruction
-
-    def _shared(self, value: Shared) -> None:
-        self.write(value.value)
-        self._memoize(value)
-
-    def _instance(self, value: Instance) -> None:
-        self.write(value.of)
-        self.out += pickle.EMPTY_TUPLE + pickle.NEWOBJ
-        if value.state is not None:
-            self._ended(pickle.BUILD, value.state)
-
-    def _memoize(self, value: Any) -> None:
-        number = struct.pack("<I", len(self._memo))
-        self._memo[value] = pickle.LONG_BINGET + number
-        self.out += pickle.LONG_BINPUT + number
+            self.write(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
+            self.save(record.state)
+            self.write(pickle.BUILD)
+        self.memoize(record)
 
 
 _MEMOIZED = frozenset({str, Global, Shared})
-_SMALL_INTS = [pickle.BININT1 + bytes([value]) for value in range(256)]
-_TUPLES = {0: pickle.EMPTY_TUPLE, 1: pickle.TUPLE1, 2: pickle.TUPLE2, 3: pickle.TUPLE3}
-_WRITERS: dict[type, Callable[[_Writer, Any], None]] = {
-    type(None): lambda writer, value: writer.out.extend(pickle.NONE),
-    bool: lambda writer, value: writer.out.extend(pickle.NEWTRUE if value else pickle.NEWFALSE),
-    int: _Writer._int,
-    float: lambda writer, value: writer.out.extend(pickle.BINFLOAT + struct.pack(">d", value)),
-    str: _Writer._str,
-    bytes: _Writer._bytes,
-    tuple: _Writer._tuple,
-    list: _Writer._list,
-    dict: _Writer._dict,
-    Global: _Writer._global,
-    Call: lambda writer, call: writer._ended(pickle.REDUCE, call.function, call.arguments),
-    Persistent: lambda writer, value: writer._ended(pickle.BINPERSID, value.id),
-    Instance: _Writer._instance,
-    Shared: _Writer._shared,
+_LIBRARY: Any = pickle._Pickler.dispatch
+_STEPS: dict[type, Callable[[_Pickler, Any], None]] = {
+    kind: _LIBRARY[kind] for kind in (type(None), bool, int, float, str, tuple, list)
+}
+_STEPS |= {
+    dict: _Pickler.save_dict,
+    bytes: _Pickler.save_bytes,
+    Global: _Pickler.save_name,
+    Record: _Pickler.save_record,
+    Shared: _Pickler.save_record,
 }
 
 
@@ -215,7 +155,6 @@ class TensorArchive:
 
     @property
     def size(self) -> int:
-        """Bytes of the whole archive."""
         return len(self.head) + self.data_size + len(self.tail)
 
     @classmethod
@@ -225,12 +164,12 @@ class TensorArchive:
         kind, count, version = Global("torch.storage", "UntypedStorage"), size, 3
         if dtype in STORAGES:  # other dtypes have a storage of bytes
             kind, count, version = Global("torch", STORAGES[dtype]), prod(shape), 2
-        storage = Persistent(("storage", kind, "0", "cpu", count))
-        hooks = Call(Global("collections", "OrderedDict"), ())
+        storage = Record(None, (("storage", kind, "0", "cpu", count),))
+        hooks = Record(Global("collections", "OrderedDict"), ())
         arguments: tuple[Any, ...] = (storage, 0, shape, row_major(shape), False, hooks)
         arguments += (Global("torch", dtype),) if version == 3 else ()
         rebuild = Global("torch._utils", f"_rebuild_tensor_v{version}")
-        archive = ArchiveWriter(pickled(Call(rebuild, arguments)))
+        archive = ArchiveWriter(pickled(Record(rebuild, arguments)))
         archive.add_header("data/0", size, crc=0)
         head = bytes(archive.out)
         archive.skipped = size
@@ -247,9 +186,9 @@ _CHUNK = Global(_METADATA, "ChunkStorageMetadata")
 _INDEX = Global(_METADATA, "MetadataIndex")
 _PLACE = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 _SIZE = Global("torch", "Size")
-_FORMAT = Call(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
-_BYTES = Instance(Global(_METADATA, "BytesStorageMetadata"))
-_STRIDED = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+_FORMAT = Record(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
+_BYTES = Shared(Global(_METADATA, "BytesStorageMetadata"))
+_STRIDED = Record(Global("torch.serialization", "_get_layout"), ("torch.strided",))
 
 
 class _Plan:
@@ -261,7 +200,7 @@ class _Plan:
         self.numbers: dict[int, int] = {}
         self.sizes: list[int] = []
         self.states: dict[str, Any] = {}
-        self.places: dict[Instance, Instance] = {}
+        self.places: dict[Record, Record] = {}
 
     def add(
         self, rank: int, size: int, name: str, start: Shared | None = None, chunk: int | None = None
@@ -274,9 +213,9 @@ class _Plan:
         skipped = -self.sizes[file] % ALIGNMENT
         offset = self.sizes[file] + skipped
         self.sizes[file] = offset + size
-        index = Instance(_INDEX, {"fqn": name, "offset": start, "index": chunk})
+        index = Record(_INDEX, state={"fqn": name, "offset": start, "index": chunk})
         place = {"relative_path": self.names[rank], "offset": offset, "length": size}
-        self.places[index] = Instance(_PLACE, place)
+        self.places[index] = Record(_PLACE, state=place)
         return file, offset, skipped
 
     def add_bytes(self, name: str, size: int, data: bytes = b"") -> tuple[int, int]:
@@ -312,7 +251,7 @@ def distcp(
             name, wanted.shape, wanted.dtype, tuple(pieces), around=tuple(around)
         )
         described = {"properties": _properties(wanted.dtype), "size": _size(wanted.shape)}
-        plan.states[name] = Instance(_TENSOR, {**described, "chunks": chunks})
+        plan.states[name] = Record(_TENSOR, state={**described, "chunks": chunks})
     copies = [ObjectCopy(one, *plan.add_bytes(one.name, one.size)) for one in objects]
     for name, value in (values or {}).items():
         writer = ArchiveWriter(pickled(value))  # as torch.save writes it
@@ -328,7 +267,7 @@ def distcp(
         "version": "1.0.0",
         **(extras or {}),
     }
-    metadata = pickled(Instance(Global(_METADATA, "Metadata"), state))
+    metadata = pickled(Record(Global(_METADATA, "Metadata"), state=state))
     literals = (*plan.literals, Literal(len(files), 0, metadata))
     return Output((*files, StoredFile(".metadata", len(metadata))), outputs, literals, (*copies,))
 
@@ -339,8 +278,8 @@ def _planned(
 ) -> tuple[Box, tuple[int, ...], Shared, TensorArchive]:
     """A box with its strides, its chunk in the metadata, and its archive: equal in many tensors."""
     box = Box(start, stop)
-    chunk = Instance(_CHUNK, {"offsets": _size(start), "sizes": _size(box.shape)})
-    return box, row_major(box.shape), Shared(chunk), TensorArchive.of(dtype, box.shape)
+    chunk = Shared(_CHUNK, state={"offsets": _size(start), "sizes": _size(box.shape)})
+    return box, row_major(box.shape), chunk, TensorArchive.of(dtype, box.shape)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -352,9 +291,9 @@ def _padded(head: bytes, skipped: int) -> bytes:
 @cache
 def _properties(dtype: str) -> Shared:
     state = (Global("torch", dtype), _STRIDED, False, _FORMAT, False)
-    return Shared(Instance(Global(_METADATA, "TensorProperties"), state))
+    return Shared(Global(_METADATA, "TensorProperties"), state=state)
 
 
 @lru_cache(maxsize=1 << 16)
 def _size(values: tuple[int, ...]) -> Shared:
-    return Shared(Call(_SIZE, (values,)))
+    return Shared(_SIZE, (values,))

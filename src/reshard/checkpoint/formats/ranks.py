@@ -14,17 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import mul
+from typing import NamedTuple
 
 from reshard.checkpoint.catalog import Catalog, StoredPiece, StoredTensor
-from reshard.checkpoint.formats.checks import Findings, LocalTensor, Reading, rank_of
+from reshard.checkpoint.formats.checks import Content, Findings, LocalTensor, Reading, rank_of
 from reshard.checkpoint.formats.safetensors.header import OwnMetadata
-from reshard.checkpoint.formats.safetensors.reader import HeadedFile, common_metadata, read_headers
-from reshard.checkpoint.formats.torch.state_dict import (
-    Content,
-    catalog_fields,
-    check_no_zero_files,
-    read_torch_file,
-)
+from reshard.checkpoint.formats.safetensors.reader import Contents, Own, read_headers
+from reshard.checkpoint.formats.torch.state_dict import check_no_zero_files, read_torch_file
 from reshard.checkpoint.storage.local import TENSOR_FILES, Storage, StoredFile
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, DamageError, ReshardError, UnsupportedError
@@ -37,52 +33,65 @@ from reshard.text import quoted
 
 __all__ = ["join_by_rules", "read_by_rules", "read_own_ranks"]
 
+Shape = tuple[int, ...]
 MAX_BLOCKS = 1 << 18
 MAX_PIECES = 1 << 22
 """Pieces of all tensors; each takes a few hundred bytes of memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class LocalFile:
-    """The local tensors of a rank in one file."""
+class _Held(NamedTuple):
+    """A local tensor, and the number and name of its file."""
 
-    rank: int
+    tensor: LocalTensor
     file: int
-    """Which of the catalog's files."""
     where: str
-    tensors: Mapping[str, LocalTensor]
 
 
-def join_ranks(
-    files: Sequence[LocalFile],
-    layouts: Mapping[str, Layout],
-    shapes: Mapping[str, tuple[int, ...]],
-    findings: Findings,
-) -> dict[str, StoredTensor]:
-    """The global tensors of local ones; missing global shapes are derived."""
-    held: dict[str, dict[int, tuple[LocalFile, LocalTensor]]] = {}
-    doubled: dict[tuple[str, str], list[str]] = {}
-    for file in files:
-        for name, tensor in file.tensors.items():
-            by_rank = held.setdefault(name, {})
-            if file.rank in by_rank:
-                before = by_rank[file.rank][0].where
-                doubled.setdefault((before, file.where), []).append(name)
-            by_rank[file.rank] = file, tensor
-    findings.refuse_doubled(doubled, "keep one file of each rank for each tensor")
-    ranks = {file.rank: file.where for file in files}
-    joined: dict[str, StoredTensor] = {}
-    count = 0
-    for name, by_rank in held.items():
-        with findings.noting():
-            joined[name] = _Shards(name, layouts[name], by_rank, ranks).joined(shapes.get(name))
-            count += len(joined[name].pieces)
-            if count > MAX_PIECES:
-                raise UnsupportedError(
-                    f"the layouts shard {len(joined)} of {len(held)} tensors into {count} pieces, "
-                    f"at most {MAX_PIECES} are read: use larger blocks"
-                )
-    return joined
+class _Ranks:
+    """The local tensors of all ranks, which layouts join to global ones."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, dict[int, _Held]] = {}
+        self.files: dict[int, str] = {}
+        """A file of each rank, for errors."""
+        self.doubled: dict[tuple[str, str], list[str]] = {}
+
+    def add(self, rank: int, file: int, where: str, tensors: Mapping[str, LocalTensor]) -> None:
+        self.files[rank] = where
+        for name, tensor in tensors.items():
+            by_rank = self.held.setdefault(name, {})
+            if rank in by_rank:
+                self.doubled.setdefault((by_rank[rank].where, where), []).append(name)
+            by_rank[rank] = _Held(tensor, file, where)
+
+    def joined(
+        self, layouts: Mapping[str, Layout], shapes: Mapping[str, Shape], findings: Findings
+    ) -> dict[str, StoredTensor]:
+        """The global tensors; missing global shapes are derived."""
+        findings.refuse_doubled(self.doubled, "keep one file of each rank for each tensor")
+        joined: dict[str, StoredTensor] = {}
+        count = 0
+        for name, held in self.held.items():
+            with findings:
+                shards = _Shards(name, layouts[name], held, self.files)
+                joined[name] = shards.joined(shapes.get(name))
+                count += len(joined[name].pieces)
+                if count > MAX_PIECES:
+                    raise UnsupportedError(
+                        f"the layouts shard {len(joined)} of {len(self.held)} tensors into {count} "
+                        f"pieces, at most {MAX_PIECES} are read: use larger blocks"
+                    )
+        return joined
+
+    def joined_by_rules(
+        self, rules: Rules, mesh: Mesh, findings: Findings
+    ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+        """The global tensors, and the layouts of those on this mesh."""
+        last = {name: [*held.values()][-1] for name, held in self.held.items()}
+        shapes = {name: held.tensor.shape for name, held in last.items()}
+        layouts = rules.fit(shapes).layouts(shapes, mesh)
+        texts = {name: str(layout) for name, layout in layouts.items() if layout.mesh == mesh}
+        return self.joined(layouts, {}, findings), texts
 
 
 def _blocks(cuts: Cuts) -> Iterator[int]:
@@ -102,11 +111,10 @@ class _Shards:
 
     name: str
     layout: Layout
-    held: Mapping[int, tuple[LocalFile, LocalTensor]]
+    held: Mapping[int, _Held]
     ranks: Mapping[int, str]
-    """A file of each rank, for errors."""
 
-    def joined(self, shape: tuple[int, ...] | None) -> StoredTensor:
+    def joined(self, shape: Shape | None) -> StoredTensor:
         """The global tensor; without a shape it follows from the local shapes."""
         name, layout, mesh = self.name, self.layout, self.layout.mesh
         if layout.reduce is not None:
@@ -114,18 +122,19 @@ class _Shards:
                 f'tensor {quoted(name)} has the layout "{layout}", of sums that are pending: give '
                 "the layout of values"
             )
-        (first, example), *rest = self.held.values()
-        for file, tensor in rest:
-            if tensor.dtype != example.dtype or len(tensor.shape) != len(example.shape):
+        first, *rest = self.held.values()
+        example = first.tensor
+        for one in rest:
+            if (one.tensor.dtype, len(one.tensor.shape)) != (example.dtype, len(example.shape)):
                 raise DamageError(
                     f"tensor {quoted(name)} is {example.dtype} of {example.shape} in "
-                    f"{first.where} and {tensor.dtype} of {tensor.shape} in {file.where}"
+                    f"{first.where} and {one.tensor.dtype} of {one.tensor.shape} in {one.where}"
                 )
         holders = [rank for rank in self.ranks if layout.holds(rank) is not None]
         shape = shape if shape is not None else self._global_shape(example.shape, holders)
         expected = {rank: layout.local_shape(rank, shape) for rank in holders}
         # A rank may lack a tensor of which it holds no elements, if all other ranks match.
-        fits = all(expected.get(rank) == one.shape for rank, (_, one) in self.held.items())
+        fits = all(expected.get(rank) == one.tensor.shape for rank, one in self.held.items())
         for rank in holders:
             if rank not in self.held and not (fits and 0 in expected[rank]):
                 raise DamageError(
@@ -133,22 +142,22 @@ class _Shards:
                     f"{mesh} puts on rank {rank} too"
                 )
         pieces: list[StoredPiece] = []
-        for rank, (file, tensor) in self.held.items():
+        for rank, one in self.held.items():
             if rank not in expected:
                 raise DamageError(
-                    f'{file.where} holds tensor {quoted(name)}, which the layout "{layout}" on '
+                    f'{one.where} holds tensor {quoted(name)}, which the layout "{layout}" on '
                     f"mesh {mesh} keeps off rank {rank}"
                 )
-            if tensor.shape != expected[rank]:
+            if one.tensor.shape != expected[rank]:
                 raise DamageError(
-                    f"{file.where}: tensor {quoted(name)} has the shape {tensor.shape} and "
+                    f"{one.where}: tensor {quoted(name)} has the shape {one.tensor.shape} and "
                     f'"{layout}" on mesh {mesh} shards {shape} to {expected[rank]} for rank '
                     f"{rank}: are these the rules and the mesh that wrote it?"
                 )
-            pieces += _stored(file, tensor, layout.pieces(rank, shape))
+            pieces += _stored(one, layout.pieces(rank, shape))
         return StoredTensor(name, shape, example.dtype, tuple(sorted(pieces, key=lambda p: p.box)))
 
-    def _global_shape(self, example: tuple[int, ...], holders: Sequence[int]) -> tuple[int, ...]:
+    def _global_shape(self, example: Shape, holders: Sequence[int]) -> Shape:
         if self.layout.words.flat:
             raise UnsupportedError(
                 f'tensor {quoted(self.name)} has the layout "{self.layout}": files of flattened '
@@ -167,7 +176,7 @@ class _Shards:
         """
         match cuts[:1]:
             case ():
-                held = (self.held[rank][1].shape[dim] for rank in ranks if rank in self.held)
+                held = (self.held[rank].tensor.shape[dim] for rank in ranks if rank in self.held)
                 return next(held, 0)
             case (Packed(segments=segments),):
                 return sum(segment.size for segment in segments)
@@ -186,10 +195,10 @@ class _Shards:
         return total
 
 
-def _stored(file: LocalFile, tensor: LocalTensor, pieces: Sequence[Piece]) -> Iterator[StoredPiece]:
+def _stored(held: _Held, pieces: Sequence[Piece]) -> Iterator[StoredPiece]:
     """The pieces of a local tensor, with their places in its file."""
-    size = itemsize(tensor.dtype)
-    ideal = row_major(tensor.shape)
+    tensor = held.tensor
+    size, ideal = itemsize(tensor.dtype), row_major(tensor.shape)
     for piece in pieces:
         at, strides = piece.offset, piece.strides
         if tensor.strides != ideal and strides == ideal:  # saved as a view, such as a transpose
@@ -197,9 +206,9 @@ def _stored(file: LocalFile, tensor: LocalTensor, pieces: Sequence[Piece]) -> It
             at, strides = sum(map(mul, index, tensor.strides)), tensor.strides
         elif tensor.strides != ideal:
             raise UnsupportedError(
-                f"{file.where}: a flattened tensor with the strides {tensor.strides} is not read"
+                f"{held.where}: a flattened tensor with the strides {tensor.strides} is not read"
             )
-        yield StoredPiece(piece.box, file.file, tensor.offset + at * size, strides)
+        yield StoredPiece(piece.box, held.file, tensor.offset + at * size, strides)
 
 
 def read_by_rules(reading: Reading, rules: Rules) -> Catalog:
@@ -208,20 +217,24 @@ def read_by_rules(reading: Reading, rules: Rules) -> Catalog:
     mesh = _mesh_of(rules, reading.mesh, storage.root)
     ranks = _ranks_of_files(storage.root, reading.listed, mesh)
     contents = _contents(storage, [*ranks], findings)
-    local = []
+    held = _Ranks()
     for number, (file, rank) in enumerate(ranks.items()):
-        if file.path not in contents:
+        one = contents.get(file)
+        if one is None:  # it cannot be read
+            contents[file] = Content(storage.where(file.path))
             continue
-        tensors = contents[file.path].tensors
         # States of random generators: each rank has its own, not part of a global tensor.
-        own = {name for name in tensors if any("rng" in part for part in name.split("."))}
-        if own:
-            findings.note(f"{file.path}: {len(own)} states of random generators are left out")
-        kept = {name: tensor for name, tensor in tensors.items() if name not in own}
-        local.append(LocalFile(rank, number, storage.where(file.path), kept))
-    joined, layouts = _join_by_rules(local, rules, mesh, findings)
-    fields = catalog_fields(contents.values())
-    return reading.catalog("per-rank", [*ranks], joined, mesh=str(mesh), layouts=layouts, **fields)
+        kept = {
+            name: tensor
+            for name, tensor in one.tensors.items()
+            if not any("rng" in part for part in name.split("."))
+        }
+        if left_out := len(one.tensors) - len(kept):
+            findings.note(f"{file.path}: {left_out} states of random generators are left out")
+        held.add(rank, number, one.where, kept)
+    joined, layouts = held.joined_by_rules(rules, mesh, findings)
+    contents = {file: contents[file] for file in ranks}
+    return reading.catalog("per-rank", contents, joined, mesh=str(mesh), layouts=layouts)
 
 
 def _mesh_of(rules: Rules, mesh: Mesh | None, root: str) -> Mesh:
@@ -233,66 +246,48 @@ def _mesh_of(rules: Rules, mesh: Mesh | None, root: str) -> Mesh:
     return mesh
 
 
-def _join_by_rules(
-    local: Sequence[LocalFile], rules: Rules, mesh: Mesh, findings: Findings
-) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """The global tensors, and the layouts of those on this mesh."""
-    shapes = {name: tensor.shape for file in local for name, tensor in file.tensors.items()}
-    layouts = rules.fit(shapes).layouts(shapes, mesh)
-    texts = {name: str(layout) for name, layout in layouts.items() if layout.mesh == mesh}
-    return join_ranks(local, layouts, {}, findings), texts
-
-
 def join_by_rules(
-    reading: Reading, catalog: Catalog, by_rank: Mapping[int, Catalog], rules: Rules
+    reading: Reading,
+    catalog: Catalog,
+    by_rank: Mapping[int, Mapping[str, StoredTensor]],
+    rules: Rules,
 ) -> Catalog:
     """The catalog of ranks that saved without collectives; rules give the layouts."""
     mesh = _mesh_of(rules, reading.mesh, catalog.root)
-    local: list[LocalFile] = []
-    first = 0
-    for rank, one in by_rank.items():
-        local += _local_files(rank, one, first)
-        first += len(one.files)
-    tensors, layouts = _join_by_rules(local, rules, mesh, reading.findings)
-    return replace(catalog, tensors=tensors, mesh=str(mesh), layouts=layouts)
+    held = _Ranks()
+    for rank, tensors in by_rank.items():
+        for name, tensor in tensors.items():
+            if len(tensor.pieces) != 1:
+                raise UnsupportedError(
+                    f"{catalog.root}: tensor {quoted(name)} of rank {rank} is stored in "
+                    f"{len(tensor.pieces)} parts, and by rules only whole local tensors are read"
+                )
+            [piece] = tensor.pieces
+            local = LocalTensor(tensor.dtype, tensor.shape, piece.strides, piece.offset)
+            where = f"{catalog.root}/{catalog.files[piece.file].path}"
+            held.add(rank, piece.file, where, {name: local})
+    joined, layouts = held.joined_by_rules(rules, mesh, reading.findings)
+    return replace(catalog, tensors=joined, mesh=str(mesh), layouts=layouts)
 
 
-def _local_files(rank: int, catalog: Catalog, first: int) -> Iterator[LocalFile]:
-    """The tensors of a rank, file by file."""
-    held: dict[int, dict[str, LocalTensor]] = {}
-    for name, tensor in catalog.tensors.items():
-        if len(tensor.pieces) != 1:
-            raise UnsupportedError(
-                f"{catalog.root}: tensor {quoted(name)} of rank {rank} is stored in "
-                f"{len(tensor.pieces)} parts, and by rules only whole local tensors are read"
-            )
-        [piece] = tensor.pieces
-        local = LocalTensor(tensor.dtype, tensor.shape, piece.strides, piece.offset)
-        held.setdefault(piece.file, {})[name] = local
-    for number, tensors in held.items():
-        where = f"{catalog.root}/{catalog.files[number].path}"
-        yield LocalFile(rank, first + number, where, tensors)
-
-
-def read_own_ranks(reading: Reading, headed: Sequence[HeadedFile]) -> Catalog:
+def read_own_ranks(reading: Reading, contents: Contents, own: Own) -> Catalog:
     """The catalog of per-rank files that reshard wrote, which describe their layouts."""
-    mesh = next(one.own.mesh for one in headed if one.own and one.own.mesh is not None)
+    mesh = next(one.mesh for one in own.values() if one.mesh is not None)
     layouts: dict[str, Layout] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    local: list[LocalFile] = []
-    for number, one in enumerate(headed):
-        with reading.findings.noting():
-            own = one.own
-            if own is None or own.rank is None or own.mesh != mesh:
+    shapes: dict[str, Shape] = {}
+    held = _Ranks()
+    for number, (file, one) in enumerate(contents.items()):
+        with reading.findings:
+            described = own.get(file)
+            if described is None or described.rank is None or described.mesh != mesh:
                 raise DamageError(f"{one.where} is not of a rank of mesh {mesh}, as others are")
-            for name in one.header.tensors:
-                _record_layout(name, own, one.where, layouts, shapes)
-            local.append(LocalFile(own.rank, number, one.where, one.header.tensors))
+            for name in one.tensors:
+                _record_layout(name, described, one.where, layouts, shapes)
+            held.add(described.rank, number, one.where, one.tensors)
     return reading.catalog(
         "per-rank",
-        [one.file for one in headed],
-        join_ranks(local, layouts, shapes, reading.findings),
-        metadata=common_metadata(headed),
+        contents,
+        held.joined(layouts, shapes, reading.findings),
         mesh=mesh,
         layouts={name: str(layout) for name, layout in layouts.items()},
     )
@@ -303,7 +298,7 @@ def _record_layout(
     own: OwnMetadata,
     where: str,
     layouts: dict[str, Layout],
-    shapes: dict[str, tuple[int, ...]],
+    shapes: dict[str, Shape],
 ) -> None:
     """Take the layout of a tensor from a file; it must agree with the other files."""
     tensor = own.tensors.get(name)
@@ -344,15 +339,12 @@ def _ranks_of_files(root: str, listed: Sequence[StoredFile], mesh: Mesh) -> dict
 
 def _contents(
     storage: Storage, files: Sequence[StoredFile], findings: Findings
-) -> dict[str, Content]:
-    """The content of each file that can be read, by path."""
-    tensors = [file for file in files if file.path.endswith(".safetensors")]
-    headed = read_headers(storage, tensors, findings)
-    contents = {one.file.path: Content({**one.header.tensors}) for one in headed}
+) -> dict[StoredFile, Content]:
+    """The content of each file that can be read."""
+    safe = [file for file in files if file.path.endswith(".safetensors")]
+    contents = read_headers(storage, safe, findings)
     for number, file in enumerate(files):
-        if not file.path.endswith(".safetensors"):
-            with findings.noting():
-                contents[file.path] = read_torch_file(storage, file, findings, number)
-    for first in [*contents.values()][:1]:
-        first.texts = {**common_metadata(headed), **first.texts}
+        if file not in safe:
+            with findings:
+                contents[file] = read_torch_file(storage, file, findings, number)
     return contents

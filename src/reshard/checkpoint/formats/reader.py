@@ -68,17 +68,13 @@ def check_committed(storage: Storage, listed: Sequence[StoredFile], findings: Fi
             f"{where} is not what reshard writes: restore it from a copy, or delete it"
         )
     for path, size in files.items():
-        found = present.get(path)
+        found, where = present.get(path), storage.where(path)
+        said = f"{COMMITTED} says that it was uploaded with {size}"
         if found is None:
-            findings.found(
-                f"{storage.where(path)} is missing: {COMMITTED} says that it was uploaded with "
-                f"{size} bytes"
-            )
+            findings.found(f"{where} is missing: {said} bytes")
         elif found != size:
-            findings.found(
-                f"{storage.where(path)} has {found} byte{'s' * (found != 1)} and {COMMITTED} says "
-                f"that it was uploaded with {size}: restore it from a copy"
-            )
+            has = f"{found} byte{'s' * (found != 1)}"
+            findings.found(f"{where} has {has} and {said}: restore it from a copy")
 
 
 def _json(storage: Storage, path: str, length: int) -> dict[str, Any] | None:
@@ -114,10 +110,9 @@ def check_expected(storage: Storage, catalog: Catalog, findings: Findings) -> No
         return
     for name, tensor in catalog.tensors.items():
         shape = known[name][0] if name in known else tensor.shape
-        if len(shape) != len(tensor.shape):
-            continue
-        differ = [dim for dim, size in enumerate(shape) if size != tensor.shape[dim]]
-        if len(differ) != 1:
+        sizes = zip(shape, tensor.shape, strict=False)
+        differ = [dim for dim, (says, found) in enumerate(sizes) if says != found]
+        if len(shape) != len(tensor.shape) or len(differ) != 1:
             continue
         [dim] = differ
         whole = tensor.shape[dim]
@@ -198,7 +193,7 @@ def survey_catalog(
     listed = storage.list()
     findings = Findings()
     catalog = Catalog(storage.root, "unreadable", (), {}, others=listed)
-    with findings.noting():
+    with findings:
         kind, files = _recognise(storage, listed)
         catalog = replace(catalog, format=kind)
         catalog = _read(kind, files, Reading(storage, listed, findings, rules, mesh))
@@ -248,23 +243,22 @@ def _read(kind: str, files: Sequence[StoredFile], reading: Reading) -> Catalog:
 
 
 def _check_torch_index(reading: Reading, catalog: Catalog) -> None:
-    """Note files and tensors that the index of a folder of torch.save files names and that are
-    absent."""
+    """Note absent files and tensors that the index of a folder of torch.save files names."""
     index = next((file for file in reading.listed if file.path == TORCH_INDEX), None)
     if index is None or not catalog.tensors or reading.findings.any:
         return
     from reshard.checkpoint.formats.safetensors.reader import index_files
 
-    present, read = ({file.path for file in files} for files in (reading.listed, catalog.files))
-    where = reading.storage.where
-    mapped = index_files(reading.storage, index)
-    for path in sorted({*mapped.values()} - present):
-        reading.findings.found(f"{where(path)} is missing: {where(index.path)} names it")
+    mapped, findings = index_files(reading.storage, index), reading.findings
+    where, named = reading.storage.where, reading.storage.where(index.path)
+    for path in sorted({*mapped.values()} - {file.path for file in reading.listed}):
+        findings.found(f"{where(path)} is missing: {named} names it")
+    read = {file.path for file in catalog.files}
     for name, path in mapped.items():
         if path in read and name not in catalog.tensors:
-            reading.findings.found(
-                f"{where(index.path)} puts tensor {quoted(name)} into {path}, which does not have "
-                "it: restore the file from a copy"
+            findings.found(
+                f"{named} puts tensor {quoted(name)} into {path}, which does not have it: restore "
+                "the file from a copy"
             )
 
 
@@ -278,19 +272,18 @@ def _read_safetensors(reading: Reading, named: Sequence[StoredFile]) -> Catalog:
         read_whole,
     )
 
-    files, headed = read_headed(reading, named)
-    check_counts(reading, files, headed)
-    own = [one.own for one in headed if one.own is not None]
-    if any(file.rank is not None and file.mesh is not None for file in own):
+    files, contents, own = read_headed(reading, named)
+    check_counts(reading, files, own)
+    if any(file.rank is not None and file.mesh is not None for file in own.values()):
         from reshard.checkpoint.formats.ranks import read_own_ranks
 
-        return read_own_ranks(reading, headed)
-    if any(SHARDING in one.header.metadata for one in headed):
-        catalog = read_sharded(reading, headed)
+        return read_own_ranks(reading, contents, own)
+    if any(SHARDING in one.described for one in contents.values()):
+        catalog = read_sharded(reading, contents, own)
         if not own:
             check_expected(reading.storage, catalog, reading.findings)
         return catalog
-    return read_whole(reading, files, headed)
+    return read_whole(reading, files, contents)
 
 
 def _recognise(
@@ -300,10 +293,8 @@ def _recognise(
     here = [file for file in listed if "/" not in file.path]
     if any(is_distcp(file.path) for file in here):
         return "distcp", ()
-    if storage.is_file:
-        found = _by_content(storage, listed)
-        if found is not None:
-            return found
+    if storage.is_file and (found := _by_content(storage, listed)):
+        return found
     named = tuple(file for file in listed if file.path.endswith(TENSOR_FILES))
     safe = tuple(file for file in named if file.path.endswith(".safetensors"))
     # Files directly in the folder decide, if there are any.
@@ -312,8 +303,7 @@ def _recognise(
             return "safetensors", safe
         if any(file.path.endswith(TENSOR_FILES) for file in some):
             return "torch", tuple(f for f in named if not f.path.endswith(".safetensors"))
-    found = _by_content(storage, here)
-    if found is not None:
+    if found := _by_content(storage, here):
         return found
     paths, root = [file.path for file in listed], storage.root
     inside = next((path for path in paths if path.endswith("/.metadata")), None)

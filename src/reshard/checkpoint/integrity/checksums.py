@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard.checkpoint.storage.local import Storage, StoredFile, check_path
+from reshard.checkpoint.storage.local import Storage, StoredFile, blocks, check_path
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.text import quoted
 
@@ -76,7 +76,6 @@ class FileSums:
 
     @property
     def size(self) -> int:
-        """The size of the file."""
         return self.ends[-1] if self.ends else 0
 
     def chunk(self, index: int) -> ChunkSum:
@@ -86,11 +85,8 @@ class FileSums:
 
     def touching(self, start: int, stop: int) -> range:
         """The indices of the chunks that overlap a range."""
-        if start >= stop:
-            return range(0)
-        return range(
-            bisect_right(self.ends, start), min(bisect_left(self.ends, stop) + 1, len(self.ends))
-        )
+        last = min(bisect_left(self.ends, stop) + 1, len(self.ends))
+        return range(bisect_right(self.ends, start), last if start < stop else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +95,6 @@ class Checksums:
 
     files: Mapping[str, FileSums]
     digests: Mapping[str, str]
-    """The digest of each tensor."""
     request: Mapping[str, Any] | None = None
     """The conversion that wrote the files, if one did."""
 
@@ -109,13 +104,13 @@ class Checksums:
             path: {"ends": sums.ends, "sums": sums.sums.hex()}
             for path, sums in sorted(self.files.items())
         }
-        lines = [
-            f'"reshard-checksums": {VERSION}',
-            f'"files": {_compact(files)}',
-            f'"digests": {_compact(dict(sorted(self.digests.items())))}',
-        ]
+        entries: dict[str, Any] = {"reshard-checksums": VERSION}
         if self.request is not None:
-            lines.insert(1, f'"request": {_compact(dict(self.request))}')
+            entries["request"] = dict(self.request)
+        entries |= {"files": files, "digests": dict(sorted(self.digests.items()))}
+        lines = (
+            f'"{key}": {json.dumps(value, separators=(",", ":"))}' for key, value in entries.items()
+        )
         body = ("{" + ",\n".join(lines) + ",\n").encode()
         return body + _seal(body)
 
@@ -129,22 +124,20 @@ class Checksums:
             data = json.loads(text)
         except (ValueError, RecursionError):
             raise DamageError(f"{where} is not JSON: {_ADVICE}") from None
-        version = data.get("reshard-checksums")
-        if version != VERSION:
+        if (version := data.get("reshard-checksums")) != VERSION:
             raise UnsupportedError(
-                f"{where} is of version {quoted(version)} and this reshard reads version "
-                f"{VERSION}: use the reshard that wrote it, or delete it to continue without "
-                "checksums"
+                f"{where} is of version {quoted(version)} and this reshard reads {VERSION}: use "
+                "the reshard that wrote it, or delete it to continue without checksums"
             )
         try:
             files = {check_path(path): _read_sums(entry) for path, entry in data["files"].items()}
             digests = {str(name): _hex(digest) for name, digest in data["digests"].items()}
-            request = None if data.get("request") is None else dict(data["request"])
+            request = data.get("request")
+            return Checksums(files, digests, None if request is None else dict(request))
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise DamageError(
                 f"{where} is not what reshard writes ({' '.join(str(error).split())}): {_ADVICE}"
             ) from None
-        return Checksums(files, digests, request)
 
 
 _ADVICE = "restore it from a copy, or delete it to continue without checksums"
@@ -169,16 +162,15 @@ def load_checksums(storage: Storage) -> Checksums | None:
             f"{where} has {size} bytes, and for {others} bytes of files at most {most} are read: "
             f"{_ADVICE}"
         )
-    parts = []  # a sparse file is refused before it takes memory
-    for at in range(0, size, CHUNK):
-        parts.append(storage.read(SIDECAR, at, min(CHUNK, size - at)))
-        if b"\0" in parts[-1]:
+    text = bytearray()
+    for part in blocks(storage, SIDECAR, 0, size):
+        text += part
+        if b"\0" in text[-len(part) :]:  # a sparse file is refused before it takes memory
             raise DamageError(f"{where} has zero bytes and is no text: {_ADVICE}")
-    return Checksums.from_bytes(b"".join(parts), where)
+    return Checksums.from_bytes(bytes(text), where)
 
 
 def checksum(data: Bytes) -> bytes:
-    """The checksum of some bytes."""
     return _hasher(data).digest()  # type: ignore[no-any-return]
 
 
@@ -200,18 +192,17 @@ def file_sums(files: Sequence[StoredFile], sums: Iterable[Sum]) -> dict[str, Fil
     found = {}
     for file, some in zip(files, chunks, strict=True):
         some.sort()
-        at = 0
-        for start, stop, _ in [*some, (file.size, file.size, "")]:
-            if start != at:
-                kind = "twice" if start < at else "never"
-                low, high = sorted((at, start))
+        starts = [*(start for start, _, _ in some), file.size]
+        ends = tuple(stop for _, stop, _ in some)
+        for start, end in zip(starts, (0, *ends), strict=True):
+            if start != end:
+                low, high = sorted((start, end))
+                kind = "twice" if start < end else "never"
                 raise CheckpointError(
                     f"{file.path}: bytes {low} to {high} of {file.size} were written {kind}: "
                     "this is a bug in reshard; please report it"
                 )
-            at = stop
-        texts = "".join(text for _, _, text in some)
-        found[file.path] = FileSums(tuple(stop for _, stop, _ in some), bytes.fromhex(texts))
+        found[file.path] = FileSums(ends, bytes.fromhex("".join(text for _, _, text in some)))
     return found
 
 
@@ -269,11 +260,11 @@ class Checker:
     def finish_file(self, storage: Storage, path: str) -> int:
         """Read all unchecked chunks of a file; returns the number of bytes."""
         with self._lock:
-            every = [(path, index) for index in range(len(self._files[path].ends))]
+            every = ((path, index) for index in range(len(self._files[path].ends)))
             left = [one for one in every if one not in self._done]
         return self._read_again(storage, left)
 
-    def _read_again(self, storage: Storage, left: list[tuple[str, int]]) -> int:
+    def _read_again(self, storage: Storage, left: Iterable[tuple[str, int]]) -> int:
         count = 0
         for path, index in left:
             chunk = self._files[path].chunk(index)
@@ -295,22 +286,23 @@ class Checker:
         if partial is None:
             return
         with partial.lock:
-            if partial.next != start:
-                return
-            partial.hasher.update(part)
-            partial.next += len(part)
-            if partial.next == chunk.stop:
-                self._judge(path, index, chunk, partial.hasher.digest())
+            if partial.next == start:
+                partial.hasher.update(part)
+                partial.next += len(part)
+                if partial.next == chunk.stop:
+                    self._judge(path, index, chunk, partial.hasher.digest())
 
     def _judge(self, path: str, index: int, chunk: ChunkSum, found: bytes) -> None:
         key, is_right = (path, index), found == chunk.sum
         with self._lock:
-            is_known = is_right or not self._done.get(key, True)
-            self._done[key] = is_right and self._done.get(key, True)
+            was_right = self._done.get(key, True)
+            self._done[key] = is_right and was_right
             self._open.pop(key, None)
-        if not is_right and self._found is None:
+        if is_right:
+            return
+        if self._found is None:
             raise DamageError(damage(f"{self.root}/{path}", chunk, found))
-        if not is_known and self._found is not None:
+        if was_right:
             self._found(path, chunk, found)
 
 
@@ -324,12 +316,9 @@ def damage(where: str, chunk: ChunkSum, found: bytes) -> str:
 
 
 def sum_of(storage: Storage, path: str, start: int, stop: int) -> bytes:
-    """The checksum of a range of a file, read a few MiB at a time."""
+    """The checksum of a range of a file."""
     hasher = _hasher()
-    buffer = memoryview(bytearray(min(stop - start, CHUNK)))
-    for at in range(start, stop, CHUNK):
-        part = buffer[: min(CHUNK, stop - at)]
-        storage.read_into(path, at, part)
+    for part in blocks(storage, path, start, stop):
         hasher.update(part)
     return hasher.digest()  # type: ignore[no-any-return]
 
@@ -338,10 +327,6 @@ def _hasher(data: Bytes = b"") -> Any:
     from xxhash import xxh3_128
 
     return xxh3_128(data)
-
-
-def _compact(data: object) -> str:
-    return json.dumps(data, separators=(",", ":"))
 
 
 def _seal(body: bytes) -> bytes:

@@ -27,14 +27,11 @@ from functools import lru_cache
 from reshard.checkpoint.catalog import Catalog, Crc
 from reshard.checkpoint.formats.torch.archive import archive_crcs, is_archive
 from reshard.checkpoint.integrity.checksums import Bytes, Checksums
-from reshard.checkpoint.storage.local import Storage
+from reshard.checkpoint.storage.local import Storage, blocks
 from reshard.errors import DamageError, UnsupportedError
 from reshard.text import quoted
 
 __all__ = ["Crcs", "Part", "changed", "combine", "crc_of", "crcs_of", "tensors_of"]
-
-STEP = 1 << 20
-"""Bytes per read, for ranges that no other reader has read."""
 
 Part = tuple[int, int, int, int]
 """The number of a record, the start and end of a range of its file, and the CRC-32 of the range."""
@@ -93,11 +90,9 @@ class Crcs:
         view = memoryview(data).cast("B")
         found = []
         for which in self.touching(file, offset, offset + len(view)):
-            crc = self._crcs[which]
-            start = max(crc.offset, offset)
-            stop = min(crc.offset + crc.size, offset + len(view))
-            value = zlib.crc32(view[start - offset : stop - offset])
-            found.append((which, start, stop, value))
+            start = max(self._crcs[which].offset, offset)
+            stop = min(self._ends[which][1], offset + len(view))
+            found.append((which, start, stop, zlib.crc32(view[start - offset : stop - offset])))
         return found
 
     def add(self, parts: Iterable[Part]) -> None:
@@ -117,11 +112,11 @@ class Crcs:
         """
         for one in sorted(self._parts) if which is None else which:
             crc, parts = self._crcs[one], self._parts.pop(one, {})
-            starts, at, value = sorted(parts), crc.offset, 0
-            while at < crc.offset + crc.size:
+            end, at, value = crc.offset + crc.size, crc.offset, 0
+            starts = [*sorted(parts), end]
+            while at < end:
                 if at not in parts:
-                    nearest = bisect_left(starts, at)
-                    stop = starts[nearest] if nearest < len(starts) else crc.offset + crc.size
+                    stop = starts[bisect_left(starts, at)]
                     parts[at] = stop, unread(crc.file, at, stop)
                 stop, part = parts[at]
                 value = combine(value, part, stop - at)
@@ -130,11 +125,8 @@ class Crcs:
 
 
 def crc_of(storage: Storage, path: str, start: int, stop: int) -> int:
-    """The CRC-32 of a range of a file."""
-    value, buffer = 0, memoryview(bytearray(min(STEP, stop - start)))
-    for at in range(start, stop, STEP):
-        part = buffer[: min(STEP, stop - at)]
-        storage.read_into(path, at, part)
+    value = 0
+    for part in blocks(storage, path, start, stop):
         value = zlib.crc32(part, value)
     return value
 
@@ -142,23 +134,21 @@ def crc_of(storage: Storage, path: str, start: int, stop: int) -> int:
 def changed(catalog: Catalog, crc: Crc, now: int) -> str:
     """The error message for a record that has changed."""
     names = tensors_of(catalog, crc)
-    some = ", ".join(map(quoted, names[:3])) + (" and more" if len(names) > 3 else "")
-    path = catalog.files[crc.file].path
+    some = ", ".join(map(quoted, names[:3])) + " and more" * (len(names) > 3)
     return (
-        f"{catalog.root}/{path}: bytes {crc.offset} to {crc.offset + crc.size} changed since torch "
-        f"saved them: their CRC-32 is {now:08x} and was {crc.value:08x}: restore the file from a "
-        "copy" + (f" (tensor {some})" if names else "")
+        f"{catalog.root}/{catalog.files[crc.file].path}: bytes {crc.offset} to "
+        f"{crc.offset + crc.size} changed since torch saved them: their CRC-32 is {now:08x} and "
+        f"was {crc.value:08x}: restore the file from a copy" + f" (tensor {some})" * bool(names)
     )
 
 
 def tensors_of(catalog: Catalog, crc: Crc) -> list[str]:
     """The tensors that overlap a record."""
-    start, stop = crc.offset, crc.offset + crc.size
     found = dict[str, None]()
     for name, tensor in catalog.tensors.items():
         for piece in tensor.pieces:
             low, high = piece.span(tensor.dtype)
-            if piece.file == crc.file and low < stop and start < high:
+            if piece.file == crc.file and low < crc.offset + crc.size and crc.offset < high:
                 found[name] = None
     return list(found)
 

@@ -40,7 +40,7 @@ PRIMES = (8147, 8039, 7823, 7727, 7703, 7643, 7607, 7559)
 MODULUS = prod(PRIMES)
 
 WORD = 4
-"""Bytes per word; fewer where memory is not aligned."""
+"""Bytes per word; fewer where a contiguous run has no whole number of words."""
 COLUMNS = 512
 """Words of one dot product: ``COLUMNS * 2**32 * 2**12 <= 2**53``."""
 BLOCK = 1 << 16
@@ -98,8 +98,7 @@ def whole(rows: Array) -> list[int]:
         weights = _weights(((block.shape[1], WORD),), COLUMNS)
         shift = np.array([[pow(256, at * WORD, prime)] for prime in PRIMES], dtype=np.float64)
         total = np.fmod(total + np.fmod(weights @ block.T, _PRIMES) * shift, _PRIMES)
-    lanes = total.T.astype(np.int64).tolist()
-    return [_joined(each) for each in lanes]
+    return [_joined(lanes) for lanes in total.T.tolist()]
 
 
 def combine(parts: Iterable[int]) -> int:
@@ -132,33 +131,20 @@ def _merged(numbers: Array, dims: Dims) -> tuple[Array, Dims]:
 
 
 def _of_bytes(numbers: Array, dims: Dims) -> int:
-    """The value of an array of bytes whose first byte is byte 0 of the tensor."""
-    if numbers.ndim > 1 or not _is_run(numbers, dims):
-        return _value(*_as_words(numbers, dims))
-    # One run: both ends, shorter than a word, are handled apart, so that words are aligned.
-    length = len(numbers)
-    low = min(-numbers.ctypes.data % WORD, length)
-    high = low + (length - low) // WORD * WORD
-    total = 0
-    for start, stop in ((0, low), (low, high), (high, length)):
-        if start < stop:
-            value = _value(*_as_words(numbers[start:stop], ((stop - start, 1),)))
-            total += value * pow(256, start, MODULUS)
-    return total % MODULUS
+    """The value of an array of bytes whose first byte is byte 0 of the tensor.
 
-
-def _as_words(numbers: Array, dims: Dims) -> tuple[Array, Dims]:
-    """View contiguous bytes of the last dim as words, as long as alignment allows."""
-    if not _is_run(numbers, dims):
-        return numbers, dims
-    length = dims[-1][0]
-    width = gcd(length, numbers.ctypes.data, *numbers.strides[:-1], WORD)
-    return numbers.view(f"<u{width}"), (*dims[:-1], (length // width, width))
-
-
-def _is_run(numbers: Array, dims: Dims) -> bool:
-    """Whether the last dim is contiguous in memory and in the tensor."""
-    return numbers.strides[-1] == 1 and dims[-1][1] == 1
+    Where the last dim is contiguous in memory and in the tensor its bytes are read as words.
+    """
+    length, step = dims[-1]
+    if numbers.strides[-1] != 1 or step != 1:
+        return _value(numbers, dims)
+    if numbers.ndim > 1:
+        width = gcd(length, WORD)
+        return _value(numbers.view(f"<u{width}"), (*dims[:-1], (length // width, width)))
+    high = length // WORD * WORD
+    end = int.from_bytes(numbers[high:].tobytes(), "little") * pow(256, high, MODULUS)
+    words = numbers[:high].view(f"<u{WORD}")
+    return (end + _value(words, ((high // WORD, WORD),))) % MODULUS if high else end
 
 
 def _value(words: Array, dims: Dims) -> int:
@@ -172,7 +158,7 @@ def _value(words: Array, dims: Dims) -> int:
         first -= 1
         inner *= dims[first][0]
     if first == 0:
-        return _joined([int(lane) for lane in _dots(words, dims, 0)[:, 0].tolist()])
+        return _joined(_dots(words, dims, 0)[:, 0].tolist())
     length, step = dims[first - 1]
     group = COLUMNS // inner
     main = length // group * group
@@ -249,12 +235,12 @@ def _contracted(sums: Array, rows: Dims) -> int:
     times *= _PRIMES
     rest = np.subtract(sums, times, out=times)  # about half a prime at most, on either side of 0
     rest *= _weights(rows, ROWS)
-    return _joined([int(lane) for lane in rest.sum(axis=1).tolist()])
+    return _joined(rest.sum(axis=1).tolist())
 
 
-def _joined(lanes: Sequence[int]) -> int:
+def _joined(lanes: Sequence[float]) -> int:
     """The number below MODULUS with these remainders modulo the primes."""
-    return sum(lane * unit for lane, unit in zip(lanes, _UNITS, strict=True)) % MODULUS
+    return sum(int(lane) * unit for lane, unit in zip(lanes, _UNITS, strict=True)) % MODULUS
 
 
 def _weights(dims: Dims, most: int) -> Array:

@@ -32,7 +32,7 @@ from reshard.text import quoted
 
 __all__ = [
     "COMMITTED", "MAX_FILES", "OURS", "REQUEST", "TENSOR_FILES", "LocalStorage", "OpenFile",
-    "OpenFiles", "Range", "Storage", "StoredFile", "check_path", "file_status",
+    "OpenFiles", "Range", "Storage", "StoredFile", "blocks", "check_path", "file_status",
     "plain_path",
 ]  # fmt: skip
 
@@ -78,8 +78,7 @@ def check_path(path: str) -> str:
     'mp_rank_00/model.pt'
     """
     parts = path.split("/")
-    bad = not path or "\0" in path or "\\" in path or any(p in ("", ".", "..") for p in parts)
-    if bad:
+    if "\0" in path or "\\" in path or any(part in ("", ".", "..") for part in parts):
         raise UnsupportedError(
             f"the path {quoted(path)} leaves its checkpoint or is none: "
             "only plain paths below the checkpoint's folder are read"
@@ -127,9 +126,8 @@ class Storage(ABC):
         """The full path or address of a file, for errors."""
         return self.root if self.is_file else f"{self.root}/{path}"
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Close all open files."""
-        return
 
     def __enter__(self) -> Self:
         return self
@@ -137,13 +135,25 @@ class Storage(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check_range(self, path: str, offset: int, length: int) -> None:
-        size = self.size(path)
+    def _check_range(self, path: str, offset: int, length: int, size: int) -> None:
         if not (0 <= offset <= size and 0 <= length <= size - offset):
             raise DamageError(
                 f"{self.where(path)}: bytes {offset} to {offset + length} are needed and the file "
                 f"has {size}: it is truncated, or the reference into it is wrong"
             )
+
+
+STEP = 4 << 20
+"""Bytes per read of a long range, of which only a sum is needed."""
+
+
+def blocks(storage: Storage, path: str, start: int, stop: int) -> Iterator[memoryview]:
+    """The bytes of a range, a few MiB at a time, each time in the same memory."""
+    buffer = memoryview(bytearray(min(stop - start, STEP)))
+    for at in range(start, stop, STEP):
+        part = buffer[: min(STEP, stop - at)]
+        storage.read_into(path, at, part)
+        yield part
 
 
 MAX_OPEN = 128
@@ -163,7 +173,6 @@ class OpenFile:
     users: int = 0
 
     def close(self) -> None:
-        """Close both descriptors."""
         os.close(self.descriptor)
         if self.direct is not None:
             os.close(self.direct)
@@ -199,7 +208,6 @@ class OpenFiles(Generic[Key]):
                 file.users -= 1
 
     def close(self) -> None:
-        """Close all files."""
         with self._lock:
             for file in self._files.values():
                 file.close()
@@ -228,7 +236,14 @@ class LocalStorage(Storage):
         self._open: OpenFiles[str] = OpenFiles(self._open_file)
         self._identities: dict[str, Identity] = {}
         path = Path(root)
-        mode = _mode_of(path)
+        try:
+            mode = path.stat().st_mode
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a null byte
+            raise CheckpointError(f"{path} does not exist: check the path") from None
+        except OSError as error:
+            raise CheckpointError(
+                f"{quoted(path)} cannot be opened: {error.strerror}: check the path"
+            ) from None
         self._only = path.name if stat.S_ISREG(mode) else None
         if self._only is None and not stat.S_ISDIR(mode):
             raise CheckpointError(f"{root} is neither a folder nor a file")
@@ -273,12 +288,12 @@ class LocalStorage(Storage):
         return found
 
     def _read_short(self, file: OpenFile, path: str, offset: int, length: int) -> bytes:
-        if offset >= 0 <= length <= file.size - offset and length <= SHORT:
+        self._check_range(path, offset, length, file.size)
+        if length <= SHORT:
             with suppress(OSError):  # the general path below raises the error
                 data = os.pread(file.descriptor, length, offset)
                 if len(data) == length:
                     return data
-        self._check_range(path, offset, length)
         buffer = bytearray(length)
         self.read_into(path, offset, memoryview(buffer))
         return bytes(buffer)
@@ -286,20 +301,19 @@ class LocalStorage(Storage):
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         with self.using(path) as file:
             left, at = buffer.cast("B"), offset
-            if offset < 0 or offset + len(left) > file.size:
-                self._check_range(path, offset, len(left))
+            self._check_range(path, offset, len(left), file.size)
             while left:
+                where = self.where(path)
                 try:
                     count = os.preadv(file.descriptor, [left], at)
                 except OSError as error:
                     raise CheckpointError(
-                        f"{self.where(path)}: bytes {at} to {at + len(left)} cannot be read: "
-                        f"{error.strerror}"
+                        f"{where}: bytes {at} to {at + len(left)} cannot be read: {error.strerror}"
                     ) from None
                 if count == 0:
                     raise DamageError(
-                        f"{self.where(path)}: ends at byte {at} and {len(left)} more are needed: "
-                        f"it had {file.size} bytes when it was opened; is it being written?"
+                        f"{where}: ends at byte {at} and {len(left)} more are needed: it had "
+                        f"{file.size} bytes when it was opened; is it being written?"
                     )
                 left, at = left[count:], at + count
 
@@ -313,10 +327,9 @@ class LocalStorage(Storage):
     def _open_file(self, path: str) -> OpenFile:
         where = self._folder / check_path(path)
         # A link may lead to a file below the root or, in a hub cache, to one of its blobs.
-        real, inside = os.path.realpath(where), [self._real]
+        real = os.path.realpath(where)
         cache, snapshots, _ = self._real.rpartition("/snapshots/")
-        if snapshots:
-            inside.append(f"{cache}/blobs")
+        inside = (self._real, f"{cache}/blobs") if snapshots else (self._real,)
         if not any(os.path.commonpath([real, folder]) == folder for folder in inside):
             raise UnsupportedError(
                 f"{where} leads to {real}, outside of its checkpoint, and is not read: copy the "
@@ -348,20 +361,8 @@ class LocalStorage(Storage):
 
 
 def _identity(status: os.stat_result) -> Identity:
-    times = status.st_mtime_ns, status.st_ctime_ns
-    return status.st_dev, status.st_ino, status.st_size, *times
-
-
-def _mode_of(path: Path) -> int:
-    """The kind and permissions of a file or folder that exists."""
-    try:
-        return path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a null byte
-        raise CheckpointError(f"{path} does not exist: check the path") from None
-    except OSError as error:
-        raise CheckpointError(
-            f"{quoted(path)} cannot be opened: {error.strerror}: check the path"
-        ) from None
+    file = status.st_dev, status.st_ino, status.st_size
+    return *file, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _unreadable(path: str, error: OSError) -> CheckpointError:

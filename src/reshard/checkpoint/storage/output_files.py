@@ -146,11 +146,9 @@ def _write_blocks(descriptor: int, offset: int, data: Array) -> int:
         buffer: Array | None = getattr(_local, "buffer", None)  # kept for the next copy
         if buffer is None or len(buffer) < len(part):
             buffer = _local.buffer = aligned(len(part))
-        copy = buffer[: len(part)]
-        copy[...] = part
-        count = os.pwrite(descriptor, copy.data, offset + at)
-        done += count
-        if count < len(part):
+        buffer[: len(part)] = part
+        done += os.pwrite(descriptor, buffer[: len(part)].data, offset + at)
+        if done < at + len(part):
             break
     return done
 
@@ -198,10 +196,10 @@ class OutputFiles:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise TargetError(f"{error.filename} cannot be written: {error.strerror}") from None
-            needed = sum(file.size for file in self.files)
+            needed = format_bytes(sum(file.size for file in self.files))
             raise TargetError(
-                f"no room for {format_bytes(needed)} at {self.folder.parent.parent} "
-                f"({error.strerror}): free some space, or choose another target"
+                f"no room for {needed} at {self.folder.parent.parent} ({error.strerror}): free "
+                "some space, or choose another target"
             ) from None
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
@@ -210,12 +208,11 @@ class OutputFiles:
             try:
                 # Whole blocks directly, if there are enough, and the rest through the cache.
                 low, high = whole_blocks(offset, len(data))
+                done = 0
                 if entry.direct is not None and high - low >= MIN_DIRECT:
                     _write_cached(entry.descriptor, offset, data[:low])
                     done = low + write_direct(entry.direct, offset + low, data[low:high])
-                    _write_cached(entry.descriptor, offset + done, data[done:])
-                else:
-                    _write_cached(entry.descriptor, offset, data)
+                _write_cached(entry.descriptor, offset + done, data[done:])
             except OSError as error:
                 raise UnfinishedError(
                     f"{self.folder / self.files[file].path}: bytes {offset} to "
@@ -243,7 +240,6 @@ class OutputFiles:
             sync_folder(folder)
 
     def close(self) -> None:
-        """Close all files."""
         self._open.close()
 
     def _open_file(self, file: int) -> OpenFile:
@@ -253,13 +249,12 @@ class OutputFiles:
 
 
 def _write_cached(descriptor: int, offset: int, data: memoryview) -> None:
-    start, left = offset, data
-    while left:
-        count = os.pwrite(descriptor, left[:MAX_WRITE], offset)
-        left, offset = left[count:], offset + count
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done : done + MAX_WRITE], offset + done)
     start_writeback = _sync_file_range()
-    if len(data) >= MIN_WRITEBACK and start_writeback is not None:
-        start_writeback(descriptor, start, len(data), _SYNC_FILE_RANGE_WRITE)
+    if done >= MIN_WRITEBACK and start_writeback is not None:
+        start_writeback(descriptor, offset, done, _SYNC_FILE_RANGE_WRITE)
 
 
 @cache

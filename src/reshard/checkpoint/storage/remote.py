@@ -61,7 +61,7 @@ class RemoteStorage(Storage):
             )
         files = []
         for name, info in found.items():
-            path = str(name).removeprefix(self._base).lstrip("/")
+            path = _below(self._base, name)
             *folders, last = path.split("/")
             if path and not last.startswith(OURS) and not any(f.startswith(".") for f in folders):
                 files.append(StoredFile(path, self._record_size(path, info)))
@@ -70,32 +70,26 @@ class RemoteStorage(Storage):
     def size(self, path: str) -> int:
         if (known := self._sizes.get(path)) is not None:
             return known
-        return self._record_size(path, self._call(self.where(path), "info", self._full(path)))
+        return self._record_size(path, self._info(path))
 
     def versions(self, paths: Sequence[str]) -> Sequence[str | None]:
         self._files.invalidate_cache()
-        listed = {} if self.is_file else self._call(self.root, "find", self._base, detail=True)
-        infos = {str(name).removeprefix(self._base).lstrip("/"): listed[name] for name in listed}
-        versions = {path: _version(infos.get(path, {})) for path in paths}
-        unknown = [path for path, version in versions.items() if version is None]
-
-        def request(path: str) -> str | None:
-            return _version(self._call(self.where(path), "info", self._full(path)))
-
-        versions.update(zip(unknown, self._concurrently(request, unknown), strict=True))
-        return [versions[path] for path in paths]
+        found = {} if self.is_file else self._call(self.root, "find", self._base, detail=True)
+        listed = {_below(self._base, name): _version(info) for name, info in found.items()}
+        unknown = [path for path in paths if listed.get(path) is None]
+        infos = self._concurrently(self._info, unknown)
+        listed |= {path: _version(info) for path, info in zip(unknown, infos, strict=True)}
+        return [listed[path] for path in paths]
 
     def read_many(self, ranges: Sequence[Range]) -> Sequence[bytes]:
         return self._concurrently(lambda wanted: self._read(*wanted), ranges)
 
     def _read(self, path: str, offset: int, length: int) -> bytes:
-        self._check_range(path, offset, length)
+        self._check_range(path, offset, length, self.size(path))
         if not length:
             return b""
-        where = self.where(path)
-        found: bytes = self._call(
-            where, "cat_file", self._full(path), start=offset, end=offset + length
-        )
+        where, end = self.where(path), offset + length
+        found: bytes = self._call(where, "cat_file", self._full(path), start=offset, end=end)
         if len(found) > length:
             raise CheckpointError(
                 f"{where}: {length} bytes from {offset} were requested and {len(found)} were "
@@ -103,8 +97,8 @@ class RemoteStorage(Storage):
             )
         if len(found) < length:
             raise DamageError(
-                f"{where}: bytes {offset} to {offset + length} are needed and only {len(found)} "
-                "came: it is truncated"
+                f"{where}: bytes {offset} to {end} are needed and only {len(found)} came: it is "
+                "truncated"
             )
         return found
 
@@ -121,6 +115,9 @@ class RemoteStorage(Storage):
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         flat = buffer.cast("B")
         flat[:] = self.read(path, offset, len(flat))
+
+    def _info(self, path: str) -> Any:
+        return self._call(self.where(path), "info", self._full(path))
 
     def _full(self, path: str) -> str:
         return f"{self._base}/{check_path(path)}"
@@ -155,6 +152,7 @@ class RemoteTarget:
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
         self._files, self._base = _connect(self.address)
+        self._marker = f"{self._base}/{COMMITTED}"
 
     def check_absent(self, source: str, overwrite: bool) -> None:
         """Refuse the source's address, or one at which something is: it cannot be replaced."""
@@ -166,7 +164,7 @@ class RemoteTarget:
             )
         if not self._ask("exists", self._base) or not self._ask("find", self._base):
             return
-        if self._ask("exists", f"{self._base}/{COMMITTED}") or not overwrite:
+        if self._ask("exists", self._marker) or not overwrite:
             raise TargetError(
                 f"{self.address} exists, and an object store cannot exchange it in one step: "
                 "remove it first, or choose another address"
@@ -174,9 +172,10 @@ class RemoteTarget:
 
     def is_result(self, request: Mapping[str, Any]) -> bool:
         """Whether the address holds the result of this very conversion."""
-        marker = f"{self._base}/{COMMITTED}"
+        if not self._ask("exists", self._marker):
+            return False
         try:
-            found = json.loads(self._ask("cat_file", marker)) if self._ask("exists", marker) else {}
+            found = json.loads(self._ask("cat_file", self._marker))
         except ValueError:
             return False
         return isinstance(found, dict) and found.get("request") == request
@@ -185,7 +184,7 @@ class RemoteTarget:
         """Upload these files of a folder, compare their sizes, and commit."""
         sizes = {path: (folder / path).stat().st_size for path in paths}
         there = self._ask("find", self._base) if self._ask("exists", self._base) else []
-        names = {str(name).removeprefix(self._base).lstrip("/") for name in there}
+        names = {_below(self._base, name) for name in there}
         if foreign := sorted(names - {*paths, COMMITTED}):  # would be read together with ours
             raise UnfinishedError(
                 f"{self.address}/{foreign[0]} exists and is not part of this checkpoint: remove it "
@@ -200,7 +199,7 @@ class RemoteTarget:
                     "--resume sends it again"
                 )
         text = json.dumps({"reshard": 1, "files": sizes, "request": request}).encode()
-        self._ask("pipe_file", f"{self._base}/{COMMITTED}", text)
+        self._ask("pipe_file", self._marker, text)
 
     def _ask(self, method: str, *arguments: object) -> Any:
         """Call fsspec, whose implementations raise whatever their client library raises."""
@@ -213,6 +212,10 @@ class RemoteTarget:
             raise UnfinishedError(
                 f"{self.address}: {method} failed: {reason}; --resume tries again"
             ) from None
+
+
+def _below(base: str, name: object) -> str:
+    return str(name).removeprefix(base).lstrip("/")
 
 
 def _connect(address: str) -> tuple[Any, str]:

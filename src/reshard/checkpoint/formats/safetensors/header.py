@@ -12,7 +12,7 @@ names for duplicates.
 ({'w': 152, 'b': 168}, 20)
 >>> header = parse_header(built.data[8:], built.file_size, "a.safetensors")
 >>> header.tensors["w"]
-LocalTensor(dtype='float32', shape=(2, 2), strides=(2, 1), offset=152, storage='')
+LocalTensor(dtype='float32', shape=(2, 2), strides=(2, 1), offset=152, storage='', length=0)
 
 The metadata that reshard adds to its safetensors files has global shapes, layouts, mesh and rank.
 
@@ -39,6 +39,7 @@ True
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -46,14 +47,14 @@ from math import prod
 from operator import itemgetter
 from typing import Any, NoReturn
 
-from reshard.checkpoint.formats.checks import LocalTensor, checked_shape, shown
+from reshard.checkpoint.formats.checks import Content, LocalTensor, checked_shape, shown
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.layout.box import row_major
 from reshard.text import quoted
 
 __all__ = [
-    "KEY", "RESERVED", "SHARDING", "BuiltHeader", "Header", "OwnMetadata", "OwnTensor",
+    "KEY", "RESERVED", "SHARDING", "BuiltHeader", "OwnMetadata", "OwnTensor",
     "build_header", "header_length", "parse_header", "read_json",
 ]  # fmt: skip
 
@@ -68,14 +69,6 @@ DTYPES = {
     "F8_E8M0": "float8_e8m0fnu",
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The tensors of a file in the order of their bytes, and its metadata."""
-
-    tensors: Mapping[str, LocalTensor]
-    metadata: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +100,8 @@ def header_length(first: bytes, file_size: int, where: str) -> int:
 _strides = lru_cache(maxsize=4096)(row_major)  # one object per shape: many tensors have the same
 
 
-def parse_header(data: bytes, file_size: int, where: str) -> Header:
-    """Read the JSON of a header; ``where`` is what errors call the file."""
+def parse_header(data: bytes, file_size: int, where: str) -> Content:
+    """Read the JSON of a header: the tensors in the order of their bytes, and the metadata."""
     raw = read_json(data, where)
     data_start = 8 + len(data)
     metadata = raw.pop("__metadata__", None)
@@ -134,7 +127,7 @@ def parse_header(data: bytes, file_size: int, where: str) -> Header:
             f"{where} is {what}: its tensors{last} end at byte {data_start + end} and it has "
             f"{file_size} bytes"
         )
-    return Header(tensors, metadata)
+    return Content(where, tensors, metadata)
 
 
 def build_header(
@@ -185,8 +178,7 @@ def read_json(data: bytes, where: str) -> dict[str, Any]:
 def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        seen: set[str] = set()
-        double = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        [(double, _)] = Counter(key for key, _ in pairs).most_common(1)
         raise DamageError(f"the key {quoted(double)} occurs twice")
     return found
 
@@ -246,7 +238,6 @@ class OwnMetadata:
     tensors: Mapping[str, OwnTensor] = field(default_factory=dict)
 
     def to_text(self) -> str:
-        """The value of the key ``reshard``."""
         data: dict[str, Any] = {"version": VERSION, "file": self.file, "files": self.files}
         if self.mesh is not None:
             data["mesh"] = self.mesh

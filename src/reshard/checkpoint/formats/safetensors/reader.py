@@ -15,19 +15,18 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from operator import add, gt
 from typing import Any
 
 from reshard.checkpoint.catalog import Catalog, StoredPiece, StoredTensor
 from reshard.checkpoint.formats.checks import (
+    Content,
     Findings,
     LocalTensor,
     Reading,
     checked_shape,
-    first_of_each,
-    missing_parts,
     rank_of,
     whole_tensors,
 )
@@ -35,8 +34,8 @@ from reshard.checkpoint.formats.safetensors.header import (
     KEY,
     RESERVED,
     SHARDING,
-    Header,
     OwnMetadata,
+    OwnTensor,
     header_length,
     parse_header,
     read_json,
@@ -47,8 +46,8 @@ from reshard.layout.box import Box
 from reshard.text import and_more, quoted
 
 __all__ = [
-    "HeadedFile", "check_counts", "common_metadata", "find_index", "index_files", "read_headed",
-    "read_headers", "read_sharded", "read_whole",
+    "Contents", "Own", "check_counts", "find_index", "index_files", "read_headed", "read_headers",
+    "read_sharded", "read_whole",
 ]  # fmt: skip
 
 FIRST_READ = 1 << 14
@@ -58,21 +57,15 @@ MAX_INDEX = 1 << 28
 INDEX = ".safetensors.index.json"
 
 
-@dataclass(frozen=True, slots=True)
-class HeadedFile:
-    """A safetensors file, its header, and reshard's own metadata if it has some."""
-
-    file: StoredFile
-    header: Header
-    where: str
-    """The full path, for errors."""
-    own: OwnMetadata | None = None
+Contents = Mapping[StoredFile, Content]
+Own = Mapping[StoredFile, OwnMetadata]
+"""Reshard's metadata of each file that has some."""
 
 
 def read_headed(
     reading: Reading, named: Sequence[StoredFile]
-) -> tuple[list[StoredFile], list[HeadedFile]]:
-    """The files of a checkpoint, and those of them whose headers are sound, with these.
+) -> tuple[list[StoredFile], Contents, Own]:
+    """The files of a checkpoint, and the content of those whose headers are sound.
 
     ``named`` are the safetensors files of the folder. Headers are compared with the index.
     """
@@ -80,16 +73,15 @@ def read_headed(
     index = find_index(reading.listed)
     mapped = {} if index is None else index_files(storage, index)
     files = _choose_files(reading, named, mapped)
-    headed = []
-    for one in read_headers(storage, files, findings):
-        own = None
-        if KEY in one.header.metadata:
-            with findings.noting():
-                own = OwnMetadata.parse(one.header.metadata[KEY], one.where)
-        headed.append(replace(one, own=own))
+    contents = read_headers(storage, files, findings)
+    own = {}
+    for file, one in contents.items():
+        if KEY in one.described:
+            with findings:
+                own[file] = OwnMetadata.parse(one.described[KEY], one.where)
     if index is not None:
-        _check_index(reading, storage.where(index.path), mapped, headed)
-    return files, headed
+        _check_index(reading, storage.where(index.path), mapped, contents)
+    return files, contents, own
 
 
 def _choose_files(
@@ -121,21 +113,23 @@ def _choose_files(
 
 def read_headers(
     storage: Storage, files: Sequence[StoredFile], findings: Findings
-) -> list[HeadedFile]:
-    """The headers of files; damaged files are noted and left out."""
-    headed = []
+) -> dict[StoredFile, Content]:
+    """The content of each file whose header is sound; damage is noted."""
+    contents = {}
     for first in range(0, len(files), BATCH):
         batch = files[first : first + BATCH]
         starts = storage.read_many([(f.path, 0, min(f.size, FIRST_READ)) for f in batch])
         for file, data in zip(batch, starts, strict=True):
             where = storage.where(file.path)
-            with findings.noting():
+            with findings:
                 length = header_length(data, file.size, where)
                 text = data[8 : 8 + length]
                 if len(text) < length:
                     text += storage.read(file.path, len(data), 8 + length - len(data))
-                headed.append(HeadedFile(file, parse_header(text, file.size, where), where))
-    return headed
+                contents[file] = one = parse_header(text, file.size, where)
+                reserved = RESERVED & one.metadata.keys()
+                one.described = {key: one.metadata.pop(key) for key in reserved}
+    return contents
 
 
 def find_index(listed: Iterable[StoredFile]) -> StoredFile | None:
@@ -162,20 +156,18 @@ def index_files(storage: Storage, index: StoredFile) -> Mapping[str, str]:
 
 
 def _check_index(
-    reading: Reading, where: str, mapped: Mapping[str, str], headed: Sequence[HeadedFile]
+    reading: Reading, where: str, mapped: Mapping[str, str], contents: Contents
 ) -> None:
-    """Compare the index with the headers."""
     listed: dict[str, set[str]] = {}
     for name, path in mapped.items():
         listed.setdefault(path, set()).add(name)
-    for one in headed if mapped else ():
-        path, stored = one.file.path, one.header.tensors.keys()
-        names = listed[path]
-        if absent := sorted(names - stored):
+    for file, one in contents.items() if mapped else ():
+        path, stored = file.path, one.tensors.keys()
+        if absent := sorted(listed[path] - stored):
             reading.findings.found(
                 f"{where} puts {_tensors(absent)} into {path}, whose header does not have it"
             )
-        if extra := sorted(stored - names):
+        if extra := sorted(stored - listed[path]):
             reading.findings.found(f"{one.where} holds {_tensors(extra)}, which {where} lacks")
 
 
@@ -183,39 +175,25 @@ def _tensors(names: Sequence[str]) -> str:
     return f"tensor {and_more([quoted(names[0]), *names[1:]])}"
 
 
-def read_whole(
-    reading: Reading, files: Sequence[StoredFile], headed: Sequence[HeadedFile]
-) -> Catalog:
+def read_whole(reading: Reading, files: Sequence[StoredFile], contents: Contents) -> Catalog:
     """The catalog of files that hold whole tensors."""
-    storage, findings = reading.storage, reading.findings
     index = find_index(reading.listed)
-    for path in missing_parts(files) if index is None else ():
-        if storage.is_file:
-            findings.note(f"{path} and other files of the same set were not given")
-            break
-        findings.found(f"{storage.where(path)} is missing: the names of the other files imply it")
-    ranks = {one.file.path: rank_of(one.file.path, None) for one in headed}
-    names = [name for one in headed for name in one.header.tensors]
+    if index is None:
+        reading.check_parts(files)
+    ranks = {file.path: rank_of(file.path, None) for file in contents}
+    names = [name for one in contents.values() for name in one.tensors]
     if None not in ranks.values() and len(set(names)) < len(names):
         path, rank = next(iter(ranks.items()))
         raise CheckpointError(
-            f"{storage.root} holds files of {len(set(ranks.values()))} ranks ({path} is of rank "
-            f"{rank}) that do not record their layout: give --rules and --mesh"
+            f"{reading.storage.root} holds files of {len(set(ranks.values()))} ranks ({path} is of "
+            f"rank {rank}) that do not record their layout: give --rules and --mesh"
         )
     tensors = whole_tensors(
-        ((number, one.where, one.header.tensors) for number, one in enumerate(headed)),
-        findings,
+        contents.values(),
+        reading.findings,
         "name one of the files, or give the rules and the mesh by which ranks wrote them",
     )
-    sound = [one.file for one in headed]
-    metadata = common_metadata(headed)
-    return reading.catalog("safetensors", sound, tensors, index=index, metadata=metadata)
-
-
-def common_metadata(headed: Iterable[HeadedFile]) -> dict[str, str]:
-    """The metadata of all files; the first file wins where they differ."""
-    merged = first_of_each(one.header.metadata for one in headed)
-    return {key: text for key, text in merged.items() if key not in RESERVED}
+    return reading.catalog("safetensors", contents, tensors, index=index)
 
 
 _SHARD = re.compile(r"shard-(\d{1,9})-", re.ASCII)
@@ -232,14 +210,27 @@ class _Gathered:
     shape: tuple[int, ...] | None = None
     """The global shape, where a file has it."""
 
+    def add(
+        self, name: str, local: LocalTensor, piece: StoredPiece, where: str, own: OwnTensor | None
+    ) -> None:
+        named, num_dims = f"{where}: tensor {quoted(name)}", len(local.shape)
+        if (self.dtype, self.num_dims) != (local.dtype, num_dims):
+            raise DamageError(
+                f"{named} is {local.dtype} of {num_dims} dims and {self.dtype} of {self.num_dims} "
+                f"in {self.where}: one of them is not of this checkpoint"
+            )
+        if own is not None and self.shape not in (None, own.shape):
+            raise DamageError(
+                f"{named} is part of {own.shape}, and of {self.shape} in {self.where}"
+            )
+        self.shape = self.shape if own is None else own.shape
+        self.pieces.append(piece)
 
-def check_counts(
-    reading: Reading, files: Sequence[StoredFile], headed: Sequence[HeadedFile]
-) -> None:
+
+def check_counts(reading: Reading, files: Sequence[StoredFile], own: Own) -> None:
     """Note missing files: reshard writes their number, torch the number of each rank."""
     root, mesh, findings = reading.storage.root, reading.mesh, reading.findings
-    own = {one.file.path: one.own for one in headed if one.own is not None}
-    counts = {one.files: path for path, one in own.items()}
+    counts = {one.files: file.path for file, one in own.items()}
     if len(counts) > 1:
         (one, first), (two, second), *_ = counts.items()
         findings.found(f"{root}/{first} is one of {one} files and {second} one of {two}")
@@ -257,25 +248,31 @@ def check_counts(
         findings.found(f"{root}: shard {named} of {total} is missing ({have})")
 
 
-def read_sharded(reading: Reading, headed: Sequence[HeadedFile]) -> Catalog:
+def read_sharded(reading: Reading, contents: Contents, own: Own) -> Catalog:
     """The catalog of files whose metadata places their tensors."""
     findings = reading.findings
     gathered: dict[str, _Gathered] = {}
     layouts: dict[str, str] = {}
-    for number, one in enumerate(headed):
-        with findings.noting():
+    for number, (file, one) in enumerate(contents.items()):
+        described = own[file].tensors if file in own else {}
+        with findings:
             offsets: dict[str, Any] | None = None  # of a file that holds whole tensors
-            if (text := one.header.metadata.get(SHARDING)) is not None:
+            if (text := one.described.get(SHARDING)) is not None:
                 data = text.encode("utf-8", "surrogatepass")
                 offsets = read_json(data, f"{one.where}: {SHARDING}")
-            for name, local in one.header.tensors.items():
-                with findings.noting():
-                    _gather(gathered, name, local, number, one, offsets)
-        own = one.own.tensors if one.own else {}
-        layouts |= {name: tensor.layout for name, tensor in own.items() if tensor.layout}
+            for name, local in one.tensors.items():
+                with findings:
+                    start = _start(name, local, one.where, offsets)
+                    stop = checked_shape(tuple(map(add, start, local.shape)), one.where, name)
+                    piece = StoredPiece(Box(start, stop), number, local.offset, local.strides)
+                    found = gathered.get(name)
+                    if found is None:
+                        found = gathered[name] = _Gathered(local.dtype, len(start), one.where)
+                    found.add(name, local, piece, one.where, described.get(name))
+        layouts |= {name: tensor.layout for name, tensor in described.items() if tensor.layout}
     tensors = {}
     for name, found in gathered.items():
-        with findings.noting():
+        with findings:
             tensors[name] = _tensor(name, found)
     if reading.mesh is None and any(found.shape is None for found in gathered.values()):
         findings.note(
@@ -283,49 +280,29 @@ def read_sharded(reading: Reading, headed: Sequence[HeadedFile]) -> Catalog:
             "found, so a last shard that is missing would not be noticed; it is with the mesh that "
             "saved them (--mesh, in convert --from-mesh)"
         )
-    meshes = [one.own.mesh for one in headed if one.own and one.own.mesh is not None]
+    meshes = [one.mesh for one in own.values() if one.mesh is not None]
     return reading.catalog(
         "sharded-safetensors",
-        [one.file for one in headed],
+        contents,
         tensors,
-        metadata=common_metadata(headed),
         mesh=meshes[0] if meshes else None,
         layouts=layouts if meshes else {},
     )
 
 
-def _gather(
-    gathered: dict[str, _Gathered],
-    name: str,
-    local: LocalTensor,
-    number: int,
-    one: HeadedFile,
-    offsets: dict[str, Any] | None,
-) -> None:
-    """Add the box of one file to its tensor."""
-    named = f"{one.where}: tensor {quoted(name)}"
-    start = (0,) * len(local.shape)
-    if offsets is not None:
-        place = offsets.get(name)
-        if not isinstance(place, dict) or "saved_offsets" not in place:
-            raise DamageError(f"{named} has no saved_offsets in {SHARDING}")
-        start = checked_shape(place["saved_offsets"], f"{one.where}: saved_offsets", name)
-        if len(start) != len(local.shape):
-            raise DamageError(f"{named} has the shape {local.shape} and the offsets {start}")
-    stop = checked_shape(tuple(map(add, start, local.shape)), one.where, name)
-    found = gathered.get(name)
-    if found is None:
-        found = gathered[name] = _Gathered(local.dtype, len(start), one.where)
-    if (found.dtype, found.num_dims) != (local.dtype, len(start)):
-        raise DamageError(
-            f"{named} is {local.dtype} of {len(start)} dims and {found.dtype} of {found.num_dims} "
-            f"in {found.where}: one of them is not of this checkpoint"
-        )
-    own = one.own.tensors.get(name) if one.own else None
-    if own is not None and found.shape not in (None, own.shape):
-        raise DamageError(f"{named} is part of {own.shape}, and of {found.shape} in {found.where}")
-    found.shape = found.shape if own is None else own.shape
-    found.pieces.append(StoredPiece(Box(start, stop), number, local.offset, local.strides))
+def _start(
+    name: str, local: LocalTensor, where: str, offsets: Mapping[str, Any] | None
+) -> tuple[int, ...]:
+    """Where a tensor of a file begins in the global one."""
+    if offsets is None:
+        return (0,) * len(local.shape)
+    place, named = offsets.get(name), f"{where}: tensor {quoted(name)}"
+    if not isinstance(place, dict) or "saved_offsets" not in place:
+        raise DamageError(f"{named} has no saved_offsets in {SHARDING}")
+    start = checked_shape(place["saved_offsets"], f"{where}: saved_offsets", name)
+    if len(start) != len(local.shape):
+        raise DamageError(f"{named} has the shape {local.shape} and the offsets {start}")
+    return start
 
 
 def _tensor(name: str, found: _Gathered) -> StoredTensor:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, lru_cache
+from typing import NamedTuple
 
 from reshard.checkpoint.catalog import StoredPiece
 from reshard.checkpoint.formats.safetensors.header import (
@@ -29,30 +31,23 @@ MAX_BOXES = 64
 """Boxes of one tensor on one rank: each beyond the first needs another file."""
 
 
-@dataclass(slots=True)
-class _File:
-    """A planned file: its tensors as (dtype, shape), their offsets and pieces."""
+class _Entry(NamedTuple):
+    """A tensor of a file: what the header says, where it begins in the global one, its pieces."""
 
-    path: str
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
-    offsets: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    pieces: dict[str, tuple[Piece, ...]] = field(default_factory=dict)
-    rank: int | None = None
+    dtype: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    pieces: tuple[Piece, ...]
 
-    def add_box(self, name: str, dtype: str, start: tuple[int, ...], stop: tuple[int, ...]) -> None:
-        shape, pieces = _one_piece(start, stop)
-        self.tensors[name] = (dtype, shape)
-        self.offsets[name] = start
-        self.pieces[name] = pieces
+
+File = dict[str, _Entry]
 
 
 @lru_cache(maxsize=4096)
-def _one_piece(
-    start: tuple[int, ...], stop: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
-    """The shape of a box, and the box as the only piece of its tensor in a file."""
+def _box(dtype: str, start: tuple[int, ...], stop: tuple[int, ...]) -> _Entry:
+    """A box that is one tensor of a file; the same for many tensors."""
     box = Box(start, stop)
-    return box.shape, (Piece(box, 0, row_major(box.shape)),)
+    return _Entry(dtype, box.shape, start, (Piece(box, 0, row_major(box.shape)),))
 
 
 def full(
@@ -63,18 +58,14 @@ def full(
 ) -> Output:
     """Whole tensors in one file, or in several with an index; file names begin with the base."""
     groups = list(_packed(tensors, max_shard_size))
-    files = []
-    for number, names in enumerate(groups, 1):
-        several = f"{base}-{number:05d}-of-{len(groups):05d}.safetensors"
-        file = _File(several if len(groups) > 1 else f"{base}.safetensors")
-        for name in names:
-            shape = tensors[name].shape
-            file.add_box(name, tensors[name].dtype, (0,) * len(shape), shape)
-        files.append(file)
+    files = {f"{base}.safetensors": groups[0]}
+    if len(groups) > 1:
+        end = f"of-{len(groups):05d}.safetensors"
+        files = {f"{base}-{number:05d}-{end}": file for number, file in enumerate(groups, 1)}
     output = _assemble(files, tensors, metadata, own=None)
     if len(files) == 1:
         return output
-    weight_map = {name: file.path for file in files for name in file.tensors}
+    weight_map = {name: path for path, file in files.items() for name in file}
     total = sum(wanted.num_bytes for wanted in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     data = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
@@ -90,15 +81,13 @@ def sharded(tensors: Mapping[str, Wanted], metadata: Mapping[str, str], mesh: st
 
     A file holds one box of a tensor, so a rank with several boxes of a tensor has several files.
     """
-    files: dict[tuple[int, int], _File] = {}
+    files: dict[tuple[int, int], File] = {}
     for number, (name, wanted) in enumerate(tensors.items()):
-        count: dict[int, int] = {}
+        count = Counter[int]()
         for start, stop, rank in owned_boxes(name, wanted, number):
-            part = count[rank] = count.get(rank, -1) + 1
-            if (rank, part) not in files:
-                files[rank, part] = _File("")
-            files[rank, part].add_box(name, wanted.dtype, start, stop)
-        most = max(count.values()) + 1
+            files.setdefault((rank, count[rank]), {})[name] = _box(wanted.dtype, start, stop)
+            count[rank] += 1
+        most = max(count.values())
         if most > MAX_BOXES:
             raise TargetError(
                 f'tensor {quoted(name)}: layout "{wanted.layout}" gives a rank {most} separate '
@@ -107,9 +96,11 @@ def sharded(tensors: Mapping[str, Wanted], metadata: Mapping[str, str], mesh: st
             )
     position = {rank: at for at, rank in enumerate(sorted({rank for rank, _ in files}), 1)}
     parts = max((part for _, part in files), default=0) + 1
-    for (rank, part), file in files.items():
-        file.path = f"shard-{position[rank]:05d}-model-{part + 1:05d}-of-{parts:05d}.safetensors"
-    return _assemble([files[key] for key in sorted(files)], tensors, metadata, own=mesh or "")
+    named = {
+        f"shard-{position[rank]:05d}-model-{part + 1:05d}-of-{parts:05d}.safetensors": file
+        for (rank, part), file in sorted(files.items())
+    }
+    return _assemble(named, tensors, metadata, own=mesh or "")
 
 
 def ranks(tensors: Mapping[str, Wanted], metadata: Mapping[str, str]) -> Output:
@@ -121,67 +112,71 @@ def ranks(tensors: Mapping[str, Wanted], metadata: Mapping[str, str]) -> Output:
             "files of ranks need a layout on one mesh for every tensor, so that they can be read "
             f"again, and these have {len(meshes)} meshes: use --format sharded"
         )
-    files: dict[int, _File] = {}
-    known: dict[tuple[Layout, tuple[int, ...], int], tuple[tuple[int, ...], tuple[Piece, ...]]] = {}
+    files: dict[int, File] = {}
+
+    @cache
+    def local(layout: Layout, shape: tuple[int, ...], dtype: str, rank: int) -> _Entry:
+        pieces = layout.pieces(rank, shape)
+        return _Entry(dtype, layout.local_shape(rank, shape), (), tuple(pieces))
+
     for number, (name, wanted) in enumerate(tensors.items()):
-        owned_boxes(name, wanted, number)
+        owned_boxes(name, wanted, number)  # an error if elements would be lost
         layout = wanted.layout
         assert layout is not None
         for rank in layout.ranks:
-            if layout.holds(rank) is None:
-                continue
-            key = (layout, wanted.shape, rank)
-            if key not in known:
-                pieces = layout.pieces(rank, wanted.shape)
-                known[key] = layout.local_shape(rank, wanted.shape), pieces
-            file = files.setdefault(rank, _File(f"model-rank-{rank}-part-0.safetensors", rank=rank))
-            shape, file.pieces[name] = known[key]
-            file.tensors[name] = (wanted.dtype, shape)
-    return _assemble([files[rank] for rank in sorted(files)], tensors, metadata, own=meshes.pop())
+            if layout.holds(rank) is not None:
+                entry = local(layout, wanted.shape, wanted.dtype, rank)
+                files.setdefault(rank, {})[name] = entry
+    named = {f"model-rank-{rank}-part-0.safetensors": files[rank] for rank in sorted(files)}
+    return _assemble(named, tensors, metadata, meshes.pop(), sorted(files))
 
 
-def _packed(tensors: Mapping[str, Wanted], limit: int) -> Iterable[list[str]]:
-    """Names in order, grouped into files up to a size, at least one in each."""
-    names: list[str] = []
-    total = 0
+def _packed(tensors: Mapping[str, Wanted], limit: int) -> Iterator[File]:
+    """Whole tensors in order, grouped into files up to a size, at least one in each."""
+    file, total = File(), 0
     for name, wanted in tensors.items():
-        if names and total + wanted.num_bytes > limit:
-            yield names
-            names, total = [], 0
-        names.append(name)
+        if file and total + wanted.num_bytes > limit:
+            yield file
+            file, total = File(), 0
+        file[name] = _box(wanted.dtype, (0,) * len(wanted.shape), wanted.shape)
         total += wanted.num_bytes
-    yield names
+    yield file
 
 
 def _assemble(
-    files: list[_File], tensors: Mapping[str, Wanted], metadata: Mapping[str, str], own: str | None
+    files: Mapping[str, File],
+    tensors: Mapping[str, Wanted],
+    metadata: Mapping[str, str],
+    own: str | None,
+    ranks: Sequence[int | None] = (),
 ) -> Output:
     """The headers of the files, and the place of every piece after them."""
     kept = {key: text for key, text in metadata.items() if key not in (KEY, SHARDING)}
     _check_texts(tensors, kept)
     pieces: dict[str, list[StoredPiece]] = {name: [] for name in tensors}
     stored, literals = [], []
-    for number, file in enumerate(files):
+    for number, (path, file) in enumerate(files.items()):
         # Elements of 8 bytes first, then of 4, and so on, so that every tensor is aligned.
-        order = sorted(file.tensors, key=lambda name: -itemsize(file.tensors[name][0]))
+        order = sorted(file, key=lambda name: -itemsize(file[name].dtype))
         extra = {}
         if own is not None:
-            texts = {name: _layout_text(tensors[name].layout, own) for name in file.tensors}
+            texts = {name: _layout_text(tensors[name].layout, own) for name in file}
             described = {name: OwnTensor(tensors[name].shape, text) for name, text in texts.items()}
-            about = OwnMetadata(number + 1, len(files), own or None, file.rank, described)
+            rank = ranks[number] if ranks else None
+            about = OwnMetadata(number + 1, len(files), own or None, rank, described)
             extra[KEY] = about.to_text()
-            if file.rank is None:
-                offsets = {name: {"saved_offsets": at} for name, at in file.offsets.items()}
+            if rank is None:
+                offsets = {name: {"saved_offsets": entry.start} for name, entry in file.items()}
                 extra |= {SHARDING: json.dumps(offsets), "DCP_VERSION": "1.0"}
         built = build_header(
-            {name: file.tensors[name] for name in order}, {"format": "pt", **kept, **extra}
+            {name: file[name][:2] for name in order}, {"format": "pt", **kept, **extra}
         )
         literals.append(Literal(number, 0, built.data))
-        stored.append(StoredFile(file.path, built.file_size))
+        stored.append(StoredFile(path, built.file_size))
         for name in order:
-            size = itemsize(file.tensors[name][0])
-            for piece in file.pieces[name]:
-                offset = built.offsets[name] + piece.offset * size
+            dtype, _, _, parts = file[name]
+            for piece in parts:
+                offset = built.offsets[name] + piece.offset * itemsize(dtype)
                 pieces[name].append(StoredPiece(piece.box, number, offset, piece.strides))
     placed = {
         name: OutputTensor(name, wanted.shape, wanted.dtype, tuple(pieces[name]))

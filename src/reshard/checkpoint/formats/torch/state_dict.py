@@ -14,18 +14,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
 
-from reshard.checkpoint.catalog import Catalog, Crc
+from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.formats.checks import (
+    Content,
     Findings,
-    LocalTensor,
     Reading,
-    first_of_each,
-    missing_parts,
     rank_of,
     shown,
     whole_tensors,
@@ -36,7 +33,8 @@ from reshard.checkpoint.formats.torch.tensors import (
     as_json,
     is_plain,
     is_tensor,
-    view_of,
+    tensor_of,
+    within,
 )
 from reshard.checkpoint.formats.torch.unpickler import Record, unpickle
 from reshard.checkpoint.storage.local import Storage, StoredFile
@@ -44,7 +42,7 @@ from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.text import and_more, format_bytes, quoted
 
-__all__ = ["Content", "catalog_fields", "check_no_zero_files", "read_torch", "read_torch_file"]
+__all__ = ["check_no_zero_files", "read_torch", "read_torch_file"]
 
 _FLAT = re.compile(r"(?:^|/)(?:\w+_)?zero_pp_rank_\d+_mp_rank_\d+\w*\.pt\Z")
 _UNIVERSAL = re.compile(r"(?:^|/)zero/[^/]+/(?:fp32|exp_avg|exp_avg_sq)\.pt\Z")
@@ -59,16 +57,15 @@ MAX_ARGS = 16
 def check_no_zero_files(root: str, listed: Iterable[StoredFile]) -> None:
     """Refuse a folder that has files with the names of ZeRO's."""
     for file in listed:
+        about = f"{root}: {quoted(file.path)}"
         if _UNIVERSAL.search(file.path):
             raise UnsupportedError(
-                f"{root}: {quoted(file.path)} is part of a universal checkpoint of DeepSpeed, "
-                f"which {_ADVICE}"
+                f"{about} is part of a universal checkpoint of DeepSpeed, which {_ADVICE}"
             )
         if _FLAT.search(file.path):
             raise UnsupportedError(
-                f"{root}: {quoted(file.path)} is one rank's part of a checkpoint of DeepSpeed's "
-                f"ZeRO, which {_ADVICE}; of ZeRO-1 and ZeRO-2 an mp_rank_00_model_states.pt can be "
-                "named alone"
+                f"{about} is one rank's part of a checkpoint of DeepSpeed's ZeRO, which {_ADVICE}; "
+                "of ZeRO-1 and ZeRO-2 an mp_rank_00_model_states.pt can be named alone"
             )
 
 
@@ -123,21 +120,7 @@ FREE_BYTES, VIEWS = 1 << 26, 64
 """Bytes of all tensors: a fixed number, and more for each byte of their storages."""
 
 Path = tuple[str | int, ...]
-
-
-@dataclass(slots=True)
-class Content:
-    """The content of one file."""
-
-    tensors: dict[str, LocalTensor] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
-    """Plain values."""
-    texts: dict[str, str] = field(default_factory=dict)
-    """Plain values that JSON can represent, as JSON; and the metadata of a safetensors file."""
-    nesting: dict[str, Path] = field(default_factory=dict)
-    crcs: list[Crc] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-    """Names of entries that are neither tensors nor plain."""
+Contents = dict[StoredFile, Content]
 
 
 def read_torch(reading: Reading, named: Sequence[StoredFile]) -> Catalog:
@@ -149,24 +132,18 @@ def read_torch(reading: Reading, named: Sequence[StoredFile]) -> Catalog:
     files = tuple(file for file in named if file.path.startswith("pytorch_model")) or tuple(named)
     check_no_zero_files(storage.root, files)
     here = tuple(file for file in files if "/" not in file.path)
-    contents = _read_files(reading, here, {})
-    if any(one.tensors for one in contents.values()) or findings.any:
-        files = here
-    else:
-        files = (*here, *(file for file in files if "/" in file.path))
-        contents = _read_files(reading, files, contents)
-    tensors = whole_tensors(
-        ((number, files[number].path, one.tensors) for number, one in contents.items()),
-        findings,
-        f"name one of the files of {storage.root}",
-    )
-    return reading.catalog("torch", files, tensors, **catalog_fields(contents.values()))
+    contents: Contents = {}
+    _read_files(reading, here, contents)
+    if not findings.any and not any(one.tensors for one in contents.values()):
+        below = tuple(file for file in files if "/" in file.path)
+        _read_files(reading, (*here, *below), contents)
+    advice = f"name one of the files of {storage.root}"
+    tensors = whole_tensors(contents.values(), findings, advice)
+    return reading.catalog("torch", contents, tensors)
 
 
-def _read_files(
-    reading: Reading, files: Sequence[StoredFile], known: Mapping[int, Content]
-) -> dict[int, Content]:
-    """The contents of files, by number; those that are known are not read again."""
+def _read_files(reading: Reading, files: Sequence[StoredFile], contents: Contents) -> None:
+    """Add the contents of files; those that are known are not read again."""
     storage, findings = reading.storage, reading.findings
     ranks = {rank_of(file.path, None) for file in files} - {None}
     if len(ranks) > 1:
@@ -174,14 +151,12 @@ def _read_files(
             f"{storage.root} holds files of {len(ranks)} ranks ({files[0].path} is one) that do "
             "not record their layout: give --rules and --mesh"
         )
-    for path in missing_parts(files) if not storage.is_file else ():
-        findings.found(f"{storage.where(path)} is missing: the names of the other files imply it")
-    contents = dict(known)
+    reading.check_parts(files)
     for number, file in enumerate(files):
-        with findings.noting():
-            if number not in known:
-                contents[number] = read_torch_file(storage, file, findings, number)
-    return contents
+        if file not in contents:
+            contents[file] = Content(storage.where(file.path))  # stays if it cannot be read
+            with findings:
+                contents[file] = read_torch_file(storage, file, findings, number)
 
 
 def read_torch_file(
@@ -191,7 +166,7 @@ def read_torch_file(
     [archive] = read_archives(storage, [(file.path, 0, file.size)])
     value = unpickle(archive.pickle, archive.where)
     check_no_zero(value, archive.where)
-    content = Content(crcs=archive.crcs(number))
+    content = Content(archive.where, crcs=archive.crcs(number))
     visits = Visits(min(MAX_ENTRIES, MAX_SHARED + ENTRIES * len(archive.pickle)))
     most_text, num_text = FREE_TEXT + TEXT * len(archive.pickle), 0
     for path, leaf in _leaves(value, visits, archive.where):
@@ -203,18 +178,18 @@ def read_torch_file(
             )
         content.nesting[name] = path
         if is_tensor(leaf):
-            with findings.noting():
+            with findings:
                 where = f"{archive.where}: tensor {quoted(name)}"
-                content.tensors[name] = view_of(leaf, where).within(archive, where)
+                content.tensors[name] = within(archive, tensor_of(leaf, where), where)
         elif is_plain(leaf, visits):
             content.values[name] = leaf
             if (text := as_json(leaf)) is not None:
-                content.texts[name] = text
+                content.metadata[name] = text
         else:
             content.left_out.append(name)
         if visits.left < 0:
             raise _endless(archive.where)
-        num_text += len(name) + len(content.texts.get(name, ""))
+        num_text += len(name) + len(content.metadata.get(name, ""))
         if num_text > most_text:
             raise UnsupportedError(
                 f"{archive.where}: its names and values have more than {most_text} characters, and "
@@ -224,19 +199,7 @@ def read_torch_file(
     return content
 
 
-def catalog_fields(contents: Collection[Content]) -> dict[str, Any]:
-    """All but the tensors of files, as fields of a catalog; the first file wins."""
-    return {
-        "metadata": first_of_each(one.texts for one in contents),
-        "values": first_of_each(one.values for one in contents),
-        "nesting": first_of_each(one.nesting for one in contents),
-        "left_out": tuple(dict.fromkeys(name for one in contents for name in one.left_out)),
-        "crcs": tuple(crc for one in contents for crc in one.crcs),
-    }
-
-
 def _name(path: Path, where: str) -> str:
-    """The keys that lead to an entry, joined by dots."""
     length = sum(len(key) if isinstance(key, str) else 1 for key in path)
     if length > MAX_NAME:
         raise UnsupportedError(
@@ -246,8 +209,7 @@ def _name(path: Path, where: str) -> str:
 
 
 def _check_content(content: Content, archive: Archive, findings: Findings) -> None:
-    """Refuse thousands of tensors that share one storage, as each would be read; note what is left
-    out."""
+    """Refuse thousands of tensors that share one storage: each is read. Note what is left out."""
     total = sum(prod(one.shape) * itemsize(one.dtype) for one in content.tensors.values())
     stored = sum(member.size for member in archive.storages.values())
     if total > FREE_BYTES + VIEWS * stored:
@@ -259,10 +221,10 @@ def _check_content(content: Content, archive: Archive, findings: Findings) -> No
         names = and_more([quoted(name) for name in content.left_out])
         findings.note(f"{archive.where}: {names} is no tensor and no plain value, and is left out")
     used = {tensor.storage for tensor in content.tensors.values()}
-    lost = [member.size for key, member in archive.storages.items() if key not in used]
-    if sum(lost) and not findings.any:
+    lost = sum(member.size for key, member in archive.storages.items() if key not in used)
+    if lost and not findings.any:
         findings.note(
-            f"{archive.where}: {sum(lost)} bytes of tensors are parts of objects that are left out"
+            f"{archive.where}: {lost} bytes of tensors are parts of objects that are left out"
         )
 
 

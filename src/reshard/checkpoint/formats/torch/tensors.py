@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -30,8 +29,8 @@ from reshard.layout.box import row_major
 from reshard.text import format_bytes
 
 __all__ = [
-    "STORAGE_DTYPES", "View", "Visits", "as_json", "dtype_of",
-    "is_plain", "is_tensor", "object_texts", "view_of",
+    "STORAGE_DTYPES", "Visits", "as_json", "dtype_of", "is_plain", "is_tensor", "object_texts",
+    "tensor_of", "within",
 ]  # fmt: skip
 
 STORAGE_DTYPES = {
@@ -56,7 +55,7 @@ for masks and positions, too little for a small file to stand for terabytes."""
 
 
 def is_tensor(value: object) -> bool:
-    """Whether a record is a tensor, also of a kind that ``view_of`` refuses."""
+    """Whether a record is a tensor, also of a kind that ``tensor_of`` refuses."""
     return isinstance(value, Record) and value.kind.startswith(_TENSORS)
 
 
@@ -69,34 +68,11 @@ def dtype_of(value: object, where: str) -> str:
     return name
 
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """A tensor as its record describes it, checked as far as possible without the archive."""
+def tensor_of(record: Record, where: str) -> LocalTensor:
+    """The tensor that a record describes, at its offset in its storage.
 
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    start: int
-    """The index of its first element in the storage."""
-    storage: str
-    length: int
-    """Bytes of the storage."""
-
-    def within(self, archive: Archive, where: str) -> LocalTensor:
-        """The tensor in an archive whose pickle has this record."""
-        member = archive.storages.get(self.storage)
-        if member is None and self.length:
-            raise DamageError(f"{where}: the archive has no storage {self.storage}")
-        if member is not None and member.size != self.length:
-            raise DamageError(
-                f"{where}: storage {self.storage} has {member.size} bytes instead of {self.length}"
-            )
-        offset = (member.offset if member else 0) + self.start * itemsize(self.dtype)
-        return LocalTensor(self.dtype, self.shape, self.strides, offset, self.storage)
-
-
-def view_of(record: Record, where: str) -> View:
-    """The description of a tensor, which thousands of archives may share."""
+    Thousands of archives may share it, so the archive is not needed: see ``within``.
+    """
     record = _plain(record, where)
     dtype: str | None = None
     match record.kind.removeprefix(_REBUILD), record.args[:MAX_ARGS]:
@@ -130,7 +106,19 @@ def view_of(record: Record, where: str) -> View:
             f"{where} has {format_bytes(size)} and its storage {format_bytes(length)}: it is "
             f"expanded by more than {EXPANDED} times, which is not read: save it before expand()"
         )
-    return View(dtype, shape, strides, start, key, length)
+    return LocalTensor(dtype, shape, strides, start * itemsize(dtype), key, length)
+
+
+def within(archive: Archive, tensor: LocalTensor, where: str) -> LocalTensor:
+    """A tensor of ``tensor_of`` at its offset in the file of an archive that has its record."""
+    key, length = tensor.storage, tensor.length
+    member = archive.members.get(f"data/{key}")
+    if member is None and length:
+        raise DamageError(f"{where}: the archive has no storage {key}")
+    if member is not None and member.size != length:
+        raise DamageError(f"{where}: storage {key} has {member.size} bytes instead of {length}")
+    offset = tensor.offset + (member.offset if member else 0)
+    return LocalTensor(tensor.dtype, tensor.shape, tensor.strides, offset, key, length)
 
 
 def _used(

@@ -63,7 +63,6 @@ class Global:
 
     @property
     def path(self) -> str:
-        """Module and name, joined by a dot."""
         return f"{self.module}.{self.name}"
 
 
@@ -75,11 +74,11 @@ class Record:
 
     __slots__ = ("args", "items", "maker", "state")
 
-    def __init__(self, maker: Global | None, args: tuple[Any, ...]) -> None:
+    def __init__(self, maker: Global | None, args: tuple[Any, ...] = (), state: Any = None) -> None:
         self.maker = maker
         self.args = args
-        self.state: Any = None
-        self.items: list[Any] = []
+        self.state = state
+        self.items: Any = ()
 
     @property
     def kind(self) -> str:
@@ -92,11 +91,13 @@ class Record:
 
     def append(self, item: Any) -> None:
         """Add an item, as the instruction APPEND does."""
-        self.items.append(item)
+        self.extend([item])
 
     def extend(self, items: list[Any]) -> None:
         """Add items, as the instruction APPENDS does."""
-        self.items.extend(items)
+        if not self.items:  # few have any
+            self.items = []
+        self.items += items
 
     def __repr__(self) -> str:
         return f"<{self.kind}>"  # the arguments may nest without end
@@ -207,7 +208,7 @@ class _Unpickler(pickle._Unpickler):
         if len(pairs) % 2:
             self.fail("a key without a value")
         if type(target) is Record:
-            target.items.extend(zip(pairs[::2], pairs[1::2], strict=True))
+            target.extend([*zip(pairs[::2], pairs[1::2], strict=True)])
             return
         if type(target) is not dict:
             self.fail("values are stored in what is no dict")
@@ -218,9 +219,8 @@ class _Unpickler(pickle._Unpickler):
 
     def _check_key(self, key: Any) -> None:
         """Refuse keys that may take long to hash: tuples of tuples, or chosen to collide."""
-        parts = (key,)
-        if type(key) is tuple:
-            parts = key
+        parts = key if type(key) is tuple else (key,)
+        if parts is key:
             self.spend(len(parts))
             self._tuple_keys += 1
             if self._tuple_keys > MAX_TUPLE_KEYS:
@@ -275,7 +275,6 @@ class _Unpickler(pickle._Unpickler):
             self.fail("a state for what is no record")
 
     def load_other(self) -> None:
-        """An instruction that is not in the table below."""
         code = self._file.getbuffer()[self._file.tell() - 1]
         known = self.refuse if code in pickle._Unpickler.dispatch else self.fail
         known(f"the pickle instruction {code:#04x} is not one of those that store tensors")
