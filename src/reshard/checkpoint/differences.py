@@ -82,7 +82,7 @@ def difference(left: StoredReader, right: StoredReader, budget: Budget) -> Diffe
         return between(left.read(box, buffers[0]), right.read(box, buffers[1]), dtypes, box)
 
     def make() -> tuple[Buffers, Buffers]:
-        return Buffers(budget.window, casts=False), Buffers(budget.window, casts=False)
+        return Buffers.of(budget.window, casts=False), Buffers.of(budget.window, casts=False)
 
     wider = max(left, right, key=lambda side: side.tensor.num_bytes)
     total: Difference | None = None

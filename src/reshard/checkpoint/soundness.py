@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reshard.checkpoint.catalog import Catalog, StoredTensor
-from reshard.checkpoint.conversion.build import wrong_sizes
 from reshard.checkpoint.conversion.names import left_over, rename_tensors
 from reshard.checkpoint.differences import EntryDifference, compare_entries, difference
 from reshard.checkpoint.formats.checks import Findings
@@ -33,7 +32,7 @@ from reshard.checkpoint.integrity.checksums import (
 )
 from reshard.checkpoint.integrity.crcs import Crcs, changed, tensors_of
 from reshard.checkpoint.storage.local import Storage
-from reshard.checkpoint.transfer.examination import Problem, StoredReader, digests_of
+from reshard.checkpoint.transfer.examination import Problem, StoredReader, digests_of, wrong_sizes
 from reshard.checkpoint.transfer.packing import tiles
 from reshard.checkpoint.transfer.windows import (
     Budget,

@@ -18,7 +18,7 @@ from typing import Any
 
 from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.conversion.names import left_over, outlines_of, sources_for
-from reshard.checkpoint.conversion.request import LayoutRequest, Request, notes_of, wanted_of
+from reshard.checkpoint.conversion.request import Request, notes_of, wanted_of
 from reshard.checkpoint.formats.checks import is_distcp
 from reshard.checkpoint.formats.reader import config_of
 from reshard.checkpoint.formats.safetensors.header import RESERVED
@@ -101,10 +101,6 @@ class ConversionPlan:
         """The paths of all files to be written."""
         return tuple(file.path for file in self.output.files)
 
-    def identity(self, checksums: bool) -> dict[str, Any]:
-        """What distinguishes this conversion from another one to the same destination."""
-        return {"fingerprint": self.fingerprint, "checksums": checksums}
-
     def is_unchanged(self, transfer: Transfer) -> bool:
         """Whether an output tensor is a source tensor unchanged, so that digests are comparable."""
         return transfer.name not in self.renamed and transfer.have == transfer.want
@@ -115,30 +111,28 @@ class ConversionPlan:
         return any(transfer.have != transfer.want for transfer in self.transfers)
 
 
-def plan_conversion(
-    request: Request, layouts: LayoutRequest, catalog: Catalog, storage: Storage
-) -> ConversionPlan:
+def plan_conversion(request: Request, catalog: Catalog, storage: Storage) -> ConversionPlan:
     """Plan a conversion; missing parts, misfits and unknown names raise errors here."""
-    format = request.format or ("sharded" if layouts.has_mesh else "full")
+    format = request.format or ("sharded" if request.has_mesh else "full")
     if format not in FORMATS:
         raise CheckpointError(f"{quoted(format)} is no format: use {', '.join(FORMATS)}")
-    is_whole = format == "full" or (format == "distcp" and not layouts.has_mesh)
+    is_whole = format == "full" or (format == "distcp" and not request.has_mesh)
     if is_whole:
-        layouts.check_whole(format)
+        request.check_whole(format)
     else:
-        layouts = layouts.with_config(storage)
+        request = request.with_config(storage)
     have = catalog.tensors
     if not have and not catalog.objects:
         raise CheckpointError(f"{catalog.root} holds no tensors: there is nothing to convert")
     names = request.names
     if names is None:
-        names = names_of(layouts.rules.names) if layouts.rules is not None else {}
-    made = outlines_of(have, names, request.drop)
-    if not made and not catalog.objects:
+        names = names_of(request.rules.names) if request.rules is not None else {}
+    outlines = outlines_of(have, names, request.drop)
+    if not outlines and not catalog.objects:
         raise CheckpointError(
             f"all tensors of {catalog.root} are dropped: nothing is left to write"
         )
-    wanted = wanted_of(made, layouts, is_whole)
+    wanted = wanted_of(outlines, request, is_whole)
     output = _output(request, format, wanted, catalog, storage)
     transfers, renamed = [], set[str]()
     shapes = {name: tensor.shape for name, tensor in output.tensors.items()}
@@ -151,16 +145,15 @@ def plan_conversion(
     left_out = (*output.left_out, *catalog.left_out, *left_over(have, names, request.drop))
     output = replace(output, left_out=left_out)
     stamp = Stamp.of(catalog, storage)
-    fingerprint = _fingerprint(stamp.text, output, names, transfers)
     return ConversionPlan(
         catalog,
         format,
         output,
         tuple(transfers),
         others,
-        fingerprint,
+        _fingerprint(stamp.text, output, names, transfers),
         stamp,
-        notes_of(wanted, made, layouts),
+        notes_of(wanted, outlines, request),
         frozenset(renamed),
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from reshard.checkpoint.catalog import StoredPiece, StoredTensor
+from reshard.checkpoint.catalog import StoredTensor
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import Checksums, Sum, file_sums, sums_of
 from reshard.checkpoint.integrity.crcs import Part
@@ -16,7 +16,7 @@ from reshard.checkpoint.output import OutputTensor
 from reshard.checkpoint.piece_table import PieceTable
 from reshard.checkpoint.storage.local import StoredFile
 from reshard.checkpoint.storage.output_files import BLOCK, OutputFiles
-from reshard.checkpoint.transfer.packing import CELLS, Pack, Packed, Placed, batches, joined_writes
+from reshard.checkpoint.transfer.packing import CELLS, Pack, Placed, batches, joined_writes
 from reshard.checkpoint.transfer.transfers import CopyChunk, Transfer
 from reshard.checkpoint.transfer.windows import (
     Buffers,
@@ -111,8 +111,7 @@ class Copier:
     def _copy_pack(self, numbers: Sequence[int], buffers: Buffers, done: Done) -> None:
         """Copy whole small tensors together."""
         transfers = [self.transfers[which] for which in numbers]
-        small = [Packed.of(t.shape, t.have, _pieces(t.stored)) for t in transfers]
-        pack = Pack.of(small, buffers.window)
+        pack = Pack.of(_tensors(t.stored for t in transfers), buffers.window)
         pack.read(buffers.scratch, SourceReads(self.source, done.crcs))
         if any(transfer.have != transfer.want for transfer in transfers):
             pack = _cast_pack(pack, transfers, buffers)
@@ -164,15 +163,14 @@ def _lead(offset: int, size: int) -> int:
     return lead if lead % size == 0 else 0
 
 
-def _pieces(held: PieceTable | StoredTensor) -> Sequence[StoredPiece]:
-    assert isinstance(held, StoredTensor)  # as those of all tensors that are packed
-    return held.pieces
+def _tensors(held: Iterable[PieceTable | StoredTensor]) -> list[StoredTensor]:
+    """What is held, for tensors that are packed: no tables."""
+    return [one for one in held if isinstance(one, StoredTensor)]
 
 
 def _cast_pack(pack: Pack, transfers: Sequence[Transfer], buffers: Buffers) -> Pack:
     """The pack in the dtypes of the output."""
-    small = [Packed.of(t.shape, t.want, _pieces(t.written)) for t in transfers]
-    result = Pack.of(small, buffers.cast)
+    result = Pack.of(_tensors(t.written for t in transfers), buffers.cast)
     kinds = groupby(range(len(transfers)), key=lambda n: (transfers[n].have, transfers[n].want))
     for (have, want), group in kinds:
         numbers = [*group]

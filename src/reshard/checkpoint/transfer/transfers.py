@@ -75,12 +75,10 @@ class Transfer:
     @classmethod
     def of_read(cls, tensor: StoredTensor, want: str, with_replicas: bool = True) -> Transfer:
         """A stored tensor that is only read, into memory; CoverageError if a part is missing."""
-        name, shape, have = tensor.name, tensor.shape, tensor.dtype
-        none = PieceTable.none(len(shape), itemsize(have))
-        fed = [SourceTensor(tensor, Feed(name))]
-        source, replicas = source_of(name, shape, fed, tensor.zeros)
-        replicas = replicas if with_replicas else none
-        return cls(name, shape, have, want, source, replicas, none, bool(tensor.zeros))
+        none = PieceTable.none(len(tensor.shape), itemsize(tensor.dtype))
+        fed = [SourceTensor(tensor, Feed(tensor.name))]
+        found = transfer_of(tensor.name, tensor.shape, want, fed, none, tensor.zeros)
+        return found if with_replicas else replace(found, replicas=none)
 
     @property
     def source(self) -> PieceTable:

@@ -263,22 +263,25 @@ class SourceReads:
         return self.source.name(file)
 
 
+@dataclass(frozen=True, slots=True)
 class Buffers:
-    """The memory of one worker: a window, a scratch buffer, and a buffer to cast into.
+    """The memory of one worker: a window, a scratch buffer, and a buffer to cast into."""
 
-    Each has a spare block, so that its content can have the same alignment as in the file.
-    """
+    num_bytes: int
+    window: Array
+    scratch: Array
+    cast: Array
+
+    @classmethod
+    def of(cls, num_bytes: int, casts: bool) -> Buffers:
+        """New buffers. Each has a spare block, to have its content aligned as in the file."""
+        window, scratch = aligned(num_bytes + BLOCK), aligned(num_bytes + BLOCK)
+        return cls(num_bytes, window, scratch, aligned(num_bytes + BLOCK) if casts else window)
 
     @staticmethod
     def size_of(num_bytes: int, casts: bool) -> int:
         """Bytes of all buffers, for windows of this size."""
         return (num_bytes + 2 * BLOCK) * (3 if casts else 2)
-
-    def __init__(self, num_bytes: int, casts: bool) -> None:
-        self.num_bytes = num_bytes
-        self.window = aligned(num_bytes + BLOCK)
-        self.scratch = aligned(num_bytes + BLOCK)
-        self.cast = aligned(num_bytes + BLOCK) if casts else self.window
 
 
 @dataclass(frozen=True, slots=True)
