@@ -32,7 +32,7 @@ from reshard.checkpoint.integrity.checksums import (
 )
 from reshard.checkpoint.integrity.crcs import Crcs, changed, tensors_of
 from reshard.checkpoint.storage.local import Storage
-from reshard.checkpoint.transfer.examination import Problem, StoredReader, digests_of, wrong_sizes
+from reshard.checkpoint.transfer.examination import Problem, digests_of, wrong_sizes
 from reshard.checkpoint.transfer.packing import tiles
 from reshard.checkpoint.transfer.windows import (
     Budget,
@@ -411,20 +411,19 @@ def _difference(
     one, two = left.digests.get(name), right.digests.get(name)
     if one is None or two is None or one == two:
         return  # what could not be read is a problem already
-    readers = StoredReader(left.source, mine), StoredReader(right.source, theirs)
-    found = difference(*readers, budget)
+    found = difference(left.source, right.source, name, budget)
     if found is None:
         words = "differed when it was read first and not again: is another process writing to it?"
         yield Problem("values", f"tensor {quoted(name)} {words}", name)
         return
-    (file, offset), (other, place) = (reader.place(found.first) for reader in readers)
+    apart, ((file, offset), (other, place)) = found
     message = (
-        f"tensor {quoted(name)} differs in {found.count} of {prod(mine.shape)} elements, all "
-        f"within {found.box}, the first at {found.first}: {left.root}/{file} byte {offset}, "
+        f"tensor {quoted(name)} differs in {apart.count} of {prod(mine.shape)} elements, all "
+        f"within {apart.box}, the first at {apart.first}: {left.root}/{file} byte {offset}, "
         f"{right.root}/{other} byte {place}"
     )
     where_in = offset, offset + itemsize(mine.dtype)
-    yield Problem("values", message, name, file, where_in, found.box)
+    yield Problem("values", message, name, file, where_in, apart.box)
 
 
 def _report(sides: list[_Side], problems: list[Problem]) -> VerifyReport:

@@ -274,7 +274,8 @@ class Conversion:
         replace_file(place.folder / "prepared", b"")
 
     def _put(self, file: int, offset: int, data: bytes) -> None:
-        self._copier.write(self._prepared, file, offset, memoryview(data))
+        checksums = self.request.checksums
+        self._prepared.write(self._target, file, offset, memoryview(data), checksums)
 
     def _read(self, path: str, start: int, size: int) -> Iterator[tuple[int, bytes]]:
         """A range of a source file in blocks, each with its offset in the range."""
@@ -383,7 +384,7 @@ class Conversion:
             found = sums.digests[transfer.name]
             expected = known.get(transfer.name, found)
             if found != expected and plan.is_unchanged(transfer):
-                raise self.source.digest_damage(transfer, found, expected)
+                self.source.blame_digest(transfer, found, expected)
         replace_file(self.place.data / SIDECAR, sums.to_bytes())
 
     def _publish(self) -> None:

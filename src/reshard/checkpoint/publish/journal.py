@@ -73,15 +73,11 @@ class Journal:
         with named(self.path):
             os.fsync(self._descriptor)
 
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._descriptor)
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        os.close(self._descriptor)
 
 
 def read_journals(folder: Path) -> list[Record]:

@@ -46,6 +46,15 @@ class Done:
     crcs: list[Part] = field(default_factory=list)
     """CRC-32 of what was read of torch's records."""
 
+    def write(
+        self, target: OutputFiles, file: int, offset: int, data: memoryview, checksums: bool
+    ) -> None:
+        """Write bytes of a file, and record them with their checksums."""
+        target.write(file, offset, data)
+        self.num_bytes += len(data)
+        if checksums:
+            self.sums += sums_of(file, offset, data)
+
     def to_record(self) -> dict[str, Any]:
         """The record as JSON data."""
         parts = {str(which): f"{value:x}" for which, value in self.parts.items()}
@@ -100,13 +109,6 @@ class Copier:
                 self._copy_window(which, window, buffers, done)
         return done
 
-    def write(self, done: Done, file: int, offset: int, data: memoryview) -> None:
-        """Write bytes of a file, and record them with their checksums."""
-        self.target.write(file, offset, data)
-        done.num_bytes += len(data)
-        if self.checksums:
-            done.sums += sums_of(file, offset, data)
-
     @collector_paused()
     def _copy_pack(self, numbers: Sequence[int], buffers: Buffers, done: Done) -> None:
         """Copy whole small tensors together."""
@@ -118,7 +120,7 @@ class Copier:
         if self.checksums:
             done.parts.update(dict(zip(numbers, pack.digests(), strict=True)))
         for one in joined_writes(_placed(pack, transfers)):
-            self.write(done, one.file, one.offset, memoryview(one.data))
+            done.write(self.target, one.file, one.offset, memoryview(one.data), self.checksums)
 
     def _copy_window(self, which: int, window: Box, buffers: Buffers, done: Done) -> None:
         transfer, reads = self.transfers[which], SourceReads(self.source, done.crcs)
@@ -135,15 +137,15 @@ class Copier:
             done.parts[which] += digest.part(array, window, transfer.shape, transfer.want)
         for group in writable(transfer.destination.within(window), buffers.num_bytes):
             views, extent = group.views(array, window), group.extent
-            if runs := group.runs(views):
-                for offset, memory in runs:
-                    self.write(done, extent.file, offset, memory)
-                continue
-            lead = _lead(extent.start, group.parts.itemsize)
-            filled = buffers.scratch[lead : lead + extent.num_bytes]
-            for view, part in zip(views, group.arrays(filled), strict=True):
-                part[...] = view
-            self.write(done, extent.file, extent.start, filled.data)
+            runs = group.runs(views)
+            if not runs:
+                lead = _lead(extent.start, group.parts.itemsize)
+                filled = buffers.scratch[lead : lead + extent.num_bytes]
+                for view, part in zip(views, group.arrays(filled), strict=True):
+                    part[...] = view
+                runs = [(extent.start, filled.data)]
+            for offset, memory in runs:
+                done.write(self.target, extent.file, offset, memory, self.checksums)
 
 
 def _lead_of(transfer: Transfer, window: Box) -> int:

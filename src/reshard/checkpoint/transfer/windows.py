@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -230,8 +230,8 @@ class Source:
         self.count(stop - start)
         return crc_of(self.storage, self.name(file), start, stop)
 
-    def digest_damage(self, transfer: Transfer, found: str, expected: str) -> DamageError:
-        """The error for a tensor whose digest is wrong; names the damaged chunk if there is one."""
+    def blame_digest(self, transfer: Transfer, found: str, expected: str) -> NoReturn:
+        """Raise DamageError for a tensor whose digest is wrong; names a damaged chunk of it."""
         files = self.checksums.files if self.checksums else {}
         for number in sorted(set(transfer.source.files.tolist())):
             path = self.name(number)
@@ -240,8 +240,8 @@ class Source:
                 now = sum_of(self.storage, path, chunk.start, chunk.stop)
                 if now != chunk.sum:
                     where = f"tensor {quoted(transfer.name)}: {self.storage.where(path)}"
-                    return DamageError(damage(where, chunk, now))
-        return DamageError(
+                    raise DamageError(damage(where, chunk, now))
+        raise DamageError(
             f"tensor {quoted(transfer.name)} of {self.storage.root} has the digest {found} and its "
             f"{SIDECAR} says {expected}: the files changed since they were written"
         )
