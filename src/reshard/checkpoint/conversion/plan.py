@@ -25,12 +25,7 @@ from reshard.checkpoint.formats.safetensors.header import RESERVED
 from reshard.checkpoint.formats.safetensors.writer import full, ranks, sharded
 from reshard.checkpoint.integrity.checksums import SIDECAR
 from reshard.checkpoint.output import Output, Wanted
-from reshard.checkpoint.storage.local import (
-    COMMITTED,
-    TENSOR_FILES,
-    Storage,
-    StoredFile,
-)
+from reshard.checkpoint.storage.local import COMMITTED, TENSOR_FILES, Storage, StoredFile
 from reshard.checkpoint.transfer.transfers import Transfer, transfer_of
 from reshard.errors import CheckpointError, SizeError
 from reshard.planning.names import Feed, Names, names_of

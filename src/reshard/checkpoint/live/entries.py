@@ -20,13 +20,7 @@ from reshard.checkpoint.catalog import Catalog, Crc, StoredPiece, StoredTensor
 from reshard.checkpoint.integrity.crcs import Crcs
 from reshard.checkpoint.storage.local import StoredFile
 from reshard.dtypes import check_cast
-from reshard.errors import (
-    CheckpointError,
-    DisagreementError,
-    NamesError,
-    ReshardError,
-    TensorError,
-)
+from reshard.errors import CheckpointError, DisagreementError, NamesError, ReshardError, TensorError
 from reshard.layout.box import Box, Piece
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.spec import TensorSpec

@@ -219,10 +219,7 @@ class _Loading:
         self._done = 0
 
     def _describe(
-        self,
-        stack: ExitStack,
-        into: Mapping[Any, Any],
-        catalog_of: Callable[[Storage], Catalog],
+        self, stack: ExitStack, into: Mapping[Any, Any], catalog_of: Callable[[Storage], Catalog]
     ) -> list[Any]:
         """What this rank tells the others; the first rank also what the checkpoint holds."""
         if (total := parse_bytes(self.options["memory"])) < SMALLEST_MEMORY:

@@ -36,7 +36,7 @@ from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.crcs import Crcs, Part
 from reshard.checkpoint.live.direct_reads import ReadRequest
 from reshard.checkpoint.live.entries import Held, RankBoxes, View, part_of
-from reshard.checkpoint.piece_table import PieceTable, slabs
+from reshard.checkpoint.piece_table import slabs
 from reshard.checkpoint.transfer.packing import Pack
 from reshard.checkpoint.transfer.windows import (
     Buffers,
@@ -177,27 +177,19 @@ def _cells(request: ReadRequest, window: Box, limit: int) -> Iterator[tuple[Box,
     stops = np.minimum(parts.stops[mine], listed.stops[others])
     parted = parts.clipped(mine, starts, stops)
     first = np.searchsorted(mine, np.arange(len(parts) + 1))
-    for row in range(len(parts)):
+    for row, num_bytes in enumerate(parts.num_bytes.tolist()):
         rows = range(int(first[row]), int(first[row + 1]))
-        if _is_split(parted, rows, int(parts.num_bytes[row])):
+        some = parted[rows.start : rows.stop]
+        # A piece is read by the boxes of the ranks if they are long runs, and all of it.
+        is_worth = len(rows) == 1 or num_bytes >= WORTH_SPLITTING * len(rows) > 0
+        if is_worth and int(some.num_bytes.sum()) == num_bytes and some.is_run.all():
             chosen = [(parted.box(at), listed.of(int(others[at]))) for at in rows]
         else:
             holders = [listed.of(int(others[at])) for at in rows]
-            chosen = [(parts.box(row), np.unique(np.concatenate([*holders, _NO_RANKS])))]
+            ranks = np.unique(np.concatenate([*holders, np.zeros(0, dtype=np.int64)]))
+            chosen = [(parts.box(row), ranks)]
         for box, ranks in chosen:
             yield from ((slab, ranks) for slab in slabs(box, max(limit // size, 1)))
-
-
-_NO_RANKS = np.zeros(0, dtype=np.int64)
-
-
-def _is_split(parted: PieceTable, rows: range, num_bytes: int) -> bool:
-    """Whether a stored piece is read by the boxes of the ranks: in long runs, and all of it."""
-    sizes = parted.num_bytes[rows.start : rows.stop]
-    if not len(rows) or int(sizes.sum()) != num_bytes:
-        return False
-    worth = len(rows) == 1 or num_bytes >= WORTH_SPLITTING * len(rows)
-    return worth and bool(parted.is_run[rows.start : rows.stop].all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,25 +325,18 @@ class CrcRecords:
 
     def __init__(self, crcs: Crcs, requests: Mapping[str, ReadRequest]) -> None:
         self.crcs = crcs
-        self._of = {name: self._touched(request) for name, request in requests.items()}
+        self._of: dict[str, set[int]] = {}
+        for name, request in requests.items() if len(crcs) else ():
+            transfer, found = request.transfer, self._of.setdefault(name, set())
+            for piece in (*transfer.source.pieces(), *transfer.replicas.pieces()):
+                found.update(crcs.touching(piece.file, *piece.span(transfer.have)))
         self._left = Counter(which for some in self._of.values() for which in some)
-
-    def _touched(self, request: ReadRequest) -> set[int]:
-        if not len(self.crcs):
-            return set()
-        transfer, found = request.transfer, set[int]()
-        for piece in (*transfer.source.pieces(), *transfer.replicas.pieces()):
-            found.update(self.crcs.touching(piece.file, *piece.span(transfer.have)))
-        return found
 
     def finished(self, names: Iterable[str]) -> list[int]:
         """The records that are complete now that these tensors have been read."""
-        found = []
-        for name in names:
-            for which in self._of[name]:
-                self._left[which] -= 1
-                found += [] if self._left[which] else [which]
-        return sorted(found)
+        found = Counter(which for name in names for which in self._of.get(name, ()))
+        self._left -= found
+        return sorted(found.keys() - self._left.keys())
 
 
 def are_small(requests: Mapping[str, ReadRequest]) -> bool:

@@ -51,22 +51,22 @@ _CELLS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 
 def digests_of(held: Mapping[str, Held], rank: int) -> dict[str, str]:
-    """The digest of every plain tensor of this rank: other ranks may hold it too."""
-    plain = whole_on((rank,))
-    return {name: _digest(one.parts[0]) for name, one in held.items() if one.spec.layout == plain}
+    """A digest of every plain tensor of this rank: other ranks may hold it too.
 
-
-def _digest(tensor: torch.Tensor) -> str:
-    """The digest of all bytes of a tensor, or of evenly spaced elements of a large one.
-
-    In data parallel jobs without sharding every rank holds the whole model: to read all of it would
-    take every rank longer than to write its share.
+    Of a large tensor it is that of evenly spaced elements. In data parallel jobs without sharding
+    every rank holds the whole model: to read all of it would take every rank longer than to write
+    its share.
     """
-    cells = tensor.view(_CELLS[tensor.element_size()])
-    if tensor.nbytes > COMPARED:
-        spaced = torch.arange(SAMPLED, device=tensor.device) * (tensor.numel() - 1) // (SAMPLED - 1)
-        cells = cells[torch.unravel_index(spaced, tensor.shape)]
-    return checksum(bytes_of(cells.contiguous().cpu())).hex()
+    plain, found = whole_on((rank,)), {}
+    for name, one in held.items():
+        if one.spec.layout == plain:
+            [tensor] = one.parts
+            cells, last = tensor.view(_CELLS[tensor.element_size()]), tensor.numel() - 1
+            if tensor.nbytes > COMPARED:
+                spaced = torch.arange(SAMPLED, device=tensor.device) * last // (SAMPLED - 1)
+                cells = cells[torch.unravel_index(spaced, tensor.shape)]
+            found[name] = checksum(bytes_of(cells.contiguous().cpu())).hex()
+    return found
 
 
 def check_copies(digests: Mapping[int, Mapping[str, str]]) -> None:
