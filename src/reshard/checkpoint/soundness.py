@@ -32,7 +32,7 @@ from reshard.checkpoint.integrity.checksums import (
 )
 from reshard.checkpoint.integrity.crcs import Crcs, changed, tensors_of
 from reshard.checkpoint.storage.local import Storage
-from reshard.checkpoint.transfer.examination import Problem, digests_of, wrong_sizes
+from reshard.checkpoint.transfer.examination import Problem, attempt, digests_of, wrong_sizes
 from reshard.checkpoint.transfer.packing import tiles
 from reshard.checkpoint.transfer.windows import (
     Budget,
@@ -279,17 +279,13 @@ class _Side:
             elif self._is_whole():
                 self._add(Problem("absent", message, file=path))
 
-        def work(path: str, _: None) -> CheckpointError | None:
-            try:
-                self.source.checker.finish_file(self.storage, path)
-            except CheckpointError as error:
-                return error
-            return None
+        def work(path: str, _: None) -> int | CheckpointError:
+            return attempt(self.source.checker.finish_file, self.storage, path)
 
         right = [path for path in checksums.files if path not in wrong]
-        for path, error in in_order(work, right, budget.workers):
-            if error is not None:
-                self._add(Problem("unreadable", str(error), file=path))
+        for path, result in in_order(work, right, budget.workers):
+            if isinstance(result, CheckpointError):
+                self._add(Problem("unreadable", str(result), file=path))
             self.checked_bytes += checksums.files[path].size
 
     def _is_whole(self) -> bool:

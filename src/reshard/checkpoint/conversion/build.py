@@ -109,7 +109,13 @@ class Conversion:
             place.settle()
         if request.resume and self._is_complete():
             return
-        self._open_source()
+        self.source = Source(self.storage, plan.catalog)
+        if request.checksums:
+            self._sums = load_checksums(self.storage)
+            if self._sums is not None and team.leads:
+                check_outside_tensors(self.storage, plan.catalog, self._sums, self.budget.workers)
+            self.source = Source.of(self.storage, plan.catalog, self._sums)
+            self.source.checker = Checker(self._checked_sums(), self.storage.root)
         with ExitStack() as stack:
             if team.leads:
                 self._check_destination()
@@ -153,18 +159,6 @@ class Conversion:
                 place.discard()
             place.leave()
         return is_result
-
-    def _open_source(self) -> None:
-        """Open the source with its checksums; damage outside of its tensors raises an error."""
-        storage, catalog = self.storage, self.plan.catalog
-        if not self.request.checksums:
-            self.source = Source(storage, catalog)
-            return
-        self._sums = load_checksums(storage)
-        if self._sums is not None and self.request.team.leads:
-            check_outside_tensors(storage, catalog, self._sums, self.budget.workers)
-        self.source = Source.of(storage, catalog, self._sums)
-        self.source.checker = Checker(self._checked_sums(), storage.root)
 
     def _checked_sums(self) -> Checksums | None:
         """The checksums that reads are compared with; None if digests of the output check all."""

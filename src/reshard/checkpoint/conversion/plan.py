@@ -2,8 +2,10 @@
 
 >>> base_of(["adapter_model.safetensors"], ()), base_of(["shard-1-model.safetensors"], ())
 ('adapter_model', 'model')
->>> _is_weights("pytorch_model-00001-of-00002.bin"), _is_weights("training_args.bin")
+>>> is_stray("a/pytorch_model-00001-of-00002.bin", ()), is_stray("training_args.bin", ())
 (True, False)
+>>> [is_stray(path, (".bin",)) for path in ("a/b.bin", "b.bin.index.json", ".metadata", "c")]
+[True, True, True, False]
 """
 
 from __future__ import annotations
@@ -229,18 +231,10 @@ def base_of(
 def _with_others(
     output: Output, catalog: Catalog, format: str
 ) -> tuple[Output, tuple[tuple[StoredFile, int], ...]]:
-    """The output with the other files of the source.
-
-    Files of tensors that are not part of the source are left out, as readers might take them for a
-    part of the output; so are weights in other formats, which would be stale.
-    """
+    """The output with the other files of the source, as far as these are no strays."""
     misleading = TENSOR_FILES if format == "ranks" else (".safetensors",)
     ours = {file.path for file in output.files} | {SIDECAR, COMMITTED}
-    strays = tuple(
-        file.path
-        for file in catalog.others
-        if _is_one_of(misleading, file.path) or _is_weights(file.path)
-    )
+    strays = tuple(file.path for file in catalog.others if is_stray(file.path, misleading))
     kept = [file for file in catalog.others if file.path not in ours.union(strays)]
     first = len(output.files)
     files = (*output.files, *(StoredFile(file.path, file.size) for file in kept))
@@ -248,19 +242,15 @@ def _with_others(
     return replace(output, files=files, left_out=(*output.left_out, *strays)), copied
 
 
-def _is_one_of(endings: tuple[str, ...], path: str) -> bool:
-    """Whether a path has one of these endings, is an index of such files, or of a .distcp folder.
+def is_stray(path: str, endings: tuple[str, ...]) -> bool:
+    """Whether a file is left out: it holds tensors and is not part of the source.
 
-    >>> [_is_one_of((".bin",), path) for path in ("a/b.bin", "b.bin.index.json", ".metadata", "c")]
-    [True, True, True, False]
+    Readers might take files with these endings, indexes of such files, or those of a .distcp folder
+    for a part of the output. Weights in other formats would be stale.
     """
-    indexes = tuple(f"{ending}.index.json" for ending in endings)
-    return path.endswith((*endings, *indexes)) or is_distcp(path.rpartition("/")[2])
-
-
-def _is_weights(path: str) -> bool:
-    """Whether a file has the name of weights in another format, or of an index of such files."""
-    return _WEIGHTS.fullmatch(path.rpartition("/")[2]) is not None
+    name, indexes = path.rpartition("/")[2], tuple(f"{ending}.index.json" for ending in endings)
+    is_other = is_distcp(name) or _WEIGHTS.fullmatch(name) is not None
+    return is_other or path.endswith((*endings, *indexes))
 
 
 def _fingerprint(stamp: str, output: Output, names: Names, transfers: Sequence[Transfer]) -> str:

@@ -116,18 +116,12 @@ class Request:
 
     def check_whole(self, format: str) -> None:
         """Refuse arguments about layouts where tensors are written whole."""
-        arguments = {
-            "mesh": self.mesh,
-            "layouts": self.layouts,
-            "fsdp": self.fsdp,
-            "replicate": self.replicate,
-            "rules": self.rules if self.rules is not None and not self.rules.names else None,
-        }
-        name = next((name for name, value in arguments.items() if value), None)
-        if name is not None:
+        given = [n for n in ("mesh", "layouts", "fsdp", "replicate") if getattr(self, n)]
+        given += ["rules"] if self.rules is not None and not self.rules.names else []
+        if given:
             other = "give --format sharded, distcp or ranks" if self.has_mesh else "give --mesh"
             raise LayoutError(
-                f"{name} would do nothing: format {format} writes whole tensors here; leave it "
+                f"{given[0]} would do nothing: format {format} writes whole tensors here; leave it "
                 f"out, or {other}"
             )
 
@@ -183,7 +177,16 @@ class Parameters:
 def wanted_of(outlines: Mapping[str, Outline], request: Request, whole: bool) -> dict[str, Wanted]:
     """Every output tensor with its dtype and, unless it is whole, its layout."""
     layouts = {} if whole else _layouts(outlines, request)
-    dtypes = _dtypes(outlines, request.dtype)
+    dtypes = {name: outline.dtype for name, outline in outlines.items()}
+    if isinstance(request.dtype, Mapping):
+        for name, key in _overrides("dtype", request.dtype, outlines).items():
+            dtypes[name] = dtypes[name] if key is None else canonical_dtype(request.dtype[key])
+    elif request.dtype is not None:  # optimizer states are cast only by name
+        parameters = Parameters({name: outline.shape for name, outline in outlines.items()})
+        floats = [name for name, dtype in dtypes.items() if dtype in FLOATS]
+        dtypes |= {name: request.dtype for name in floats if not parameters.is_state(name)}
+    for name, want in dtypes.items():
+        check_cast(outlines[name].dtype, want, f"tensor {quoted(name)}")
     return {
         name: Wanted(outline.shape, dtypes[name], layouts.get(name))
         for name, outline in outlines.items()
@@ -302,20 +305,3 @@ def _chosen(
     if text not in parsed:
         parsed[text] = Layout(mesh, text)
     return parsed[text]
-
-
-def _dtypes(
-    outlines: Mapping[str, Outline], request: str | Mapping[str, str] | None
-) -> dict[str, str]:
-    """The dtype of every output tensor; optimizer states are cast only by name."""
-    found = {name: outline.dtype for name, outline in outlines.items()}
-    if isinstance(request, str):
-        parameters = Parameters({name: outline.shape for name, outline in outlines.items()})
-        floats = [name for name, dtype in found.items() if dtype in FLOATS]
-        found |= {name: request for name in floats if not parameters.is_state(name)}
-    elif request is not None:
-        for name, key in _overrides("dtype", request, outlines).items():
-            found[name] = found[name] if key is None else canonical_dtype(request[key])
-    for name, want in found.items():
-        check_cast(outlines[name].dtype, want, f"tensor {quoted(name)}")
-    return found

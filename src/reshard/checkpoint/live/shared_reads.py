@@ -179,10 +179,11 @@ def _cells(request: ReadRequest, window: Box, limit: int) -> Iterator[tuple[Box,
     first = np.searchsorted(mine, np.arange(len(parts) + 1))
     for row, num_bytes in enumerate(parts.num_bytes.tolist()):
         rows = range(int(first[row]), int(first[row + 1]))
-        some = parted[rows.start : rows.stop]
+        some = slice(rows.start, rows.stop)
         # A piece is read by the boxes of the ranks if they are long runs, and all of it.
-        is_worth = len(rows) == 1 or num_bytes >= WORTH_SPLITTING * len(rows) > 0
-        if is_worth and int(some.num_bytes.sum()) == num_bytes and some.is_run.all():
+        is_worth = len(rows) == 1 or 0 < WORTH_SPLITTING * len(rows) <= num_bytes
+        is_all = int(parted.num_bytes[some].sum()) == num_bytes
+        if is_worth and is_all and parted.is_run[some].all():
             chosen = [(parted.box(at), listed.of(int(others[at]))) for at in rows]
         else:
             holders = [listed.of(int(others[at])) for at in rows]

@@ -193,9 +193,12 @@ class Workplace:
                 break
             else:
                 is_there = True
-                if _is_locked(lock, self.folder / "lock"):
-                    self._lock = lock
-                    return
+                with suppress(OSError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    # Its last holder may have deleted the file, and another one created it again.
+                    if os.path.samestat(os.fstat(lock), (self.folder / "lock").stat()):
+                        self._lock = lock
+                        return
                 os.close(lock)
             time.sleep(0.02)
         if is_there:
@@ -340,18 +343,6 @@ def free_bytes(folder: Path) -> int:
 
 def _nearest(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if path.exists())
-
-
-def _is_locked(lock: int, path: Path) -> bool:
-    """Lock an open file; whether that worked and the file is still the one at its path.
-
-    The process that held the lock may have deleted the file, and another one created it again.
-    """
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.path.samestat(os.fstat(lock), path.stat())
-    except OSError:
-        return False
 
 
 def _publishing(folder: Path) -> dict[str, Any]:

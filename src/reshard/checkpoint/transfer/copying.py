@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+
 from reshard.checkpoint.catalog import StoredTensor
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import Checksums, Sum, file_sums, sums_of
@@ -124,18 +126,22 @@ class Copier:
 
     def _copy_window(self, which: int, window: Box, buffers: Buffers, done: Done) -> None:
         transfer, reads = self.transfers[which], SourceReads(self.source, done.crcs)
-        lead = _lead_of(transfer, window)
+        written, width, lead = transfer.destination.within(window), itemsize(transfer.want), 0
+        if len(written):  # what is written directly has the same alignment as in its file
+            strides = np.array(row_major(window.shape), dtype=np.int64)
+            place = int(((written.starts[0] - window.start) * strides).sum())
+            lead = _lead(int(written.offsets[0]) - place * width, width)
         casts = transfer.have != transfer.want
         array = fill(transfer, window, buffers, reads, 0 if casts else lead)
         if self.compare_replicas:
             compare(transfer, window, array, buffers, reads)
         if casts:
             stored = array
-            array = shaped(buffers.cast[lead:], window, itemsize(transfer.want))
+            array = shaped(buffers.cast[lead:], window, width)
             cast_into(stored, transfer.have, array, transfer.want)
         if self.checksums:
             done.parts[which] += digest.part(array, window, transfer.shape, transfer.want)
-        for group in writable(transfer.destination.within(window), buffers.num_bytes):
+        for group in writable(written, buffers.num_bytes):
             views, extent = group.views(array, window), group.extent
             runs = group.runs(views)
             if not runs:
@@ -146,17 +152,6 @@ class Copier:
                 runs = [(extent.start, filled.data)]
             for offset, memory in runs:
                 done.write(self.target, extent.file, offset, memory, self.checksums)
-
-
-def _lead_of(transfer: Transfer, window: Box) -> int:
-    """The offset in the buffer at which a window is aligned as in its file, for direct writes."""
-    parts = transfer.destination.within(window)
-    if not len(parts):
-        return 0
-    size = itemsize(transfer.want)
-    first = zip(parts.starts[0].tolist(), window.start, row_major(window.shape), strict=True)
-    place = sum((low - start) * stride for low, start, stride in first)
-    return _lead(int(parts.offsets[0]) - place * size, size)
 
 
 def _lead(offset: int, size: int) -> int:
@@ -201,6 +196,5 @@ def _placed(pack: Pack, transfers: Sequence[Transfer]) -> Iterator[Placed]:
         data = pack.bytes_of(number, held.pieces[which].box)
         if held.around:
             head, tail = held.around[which]
-            yield Placed(file, offset - len(head), b"".join((head, data, tail)))
-        else:
-            yield Placed(file, offset, data)
+            offset, data = offset - len(head), b"".join((head, data, tail))
+        yield Placed(file, offset, data)

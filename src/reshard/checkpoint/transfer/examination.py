@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -52,8 +52,11 @@ if TYPE_CHECKING:
     from reshard.rules import Rules
 
 __all__ = [
-    "Problem", "StoredReader", "check_outside_tensors", "digests_of", "opened", "wrong_sizes",
+    "Problem", "StoredReader", "attempt", "check_outside_tensors", "digests_of", "opened",
+    "wrong_sizes",
 ]  # fmt: skip
+
+Result = TypeVar("Result")
 
 
 @contextmanager
@@ -142,6 +145,14 @@ class Problem:
 Tell = Callable[[Problem], None]
 
 
+def attempt(work: Callable[..., Result], *given: Any) -> Result | CheckpointError:
+    """The result of a call, or the error that it raises, which is going to be a problem."""
+    try:
+        return work(*given)
+    except CheckpointError as error:
+        return error
+
+
 class StoredReader:
     """Reads one tensor; raises CoverageError if a part of it is not stored."""
 
@@ -182,24 +193,21 @@ class StoredReader:
         """The digest value of a box; ``tell`` gets other stored copies of it that differ."""
         if box.size == 0:
             return 0
-        array = self.read(box, buffers)
-        value = digest.part(array, box, self.tensor.shape, self.tensor.dtype)
+        array, name, dtype = self.read(box, buffers), self.tensor.name, self.tensor.dtype
+        value = digest.part(array, box, self.tensor.shape, dtype)
         unequal = unequal_replicas(self._transfer, box, array, buffers, self.source)
         for where, file, apart in unequal:
-            tell(self._disagreement(where, self.source.name(file), apart))
+            at = np.unravel_index(int(apart.argmax()), apart.shape) if apart.ndim else ()
+            first = tuple(int(index) + low for index, low in zip(at, where.start, strict=True))
+            one, offset = self.place(first)
+            message = (
+                f"{self.source.storage.root}: tensor {quoted(name)} {where}: {one} and "
+                f"{self.source.name(file)} should hold the same and {int(apart.sum())} elements "
+                f"differ, the first at {first}: one of them is damaged or from another step"
+            )
+            place = offset, offset + itemsize(dtype)
+            tell(Problem("replicas", message, name, one, place, where))
         return value
-
-    def _disagreement(self, box: Box, two: str, apart: Array) -> Problem:
-        at = np.unravel_index(int(apart.argmax()), apart.shape) if apart.ndim else ()
-        first = tuple(int(index) + low for index, low in zip(at, box.start, strict=True))
-        one, offset = self.place(first)
-        message = (
-            f"{self.source.storage.root}: tensor {quoted(self.tensor.name)} {box}: {one} and {two} "
-            f"should hold the same and {int(apart.sum())} elements differ, the first at {first}: "
-            "one of them is damaged or from another step"
-        )
-        where = (offset, offset + itemsize(self.tensor.dtype))
-        return Problem("replicas", message, self.tensor.name, one, where, box)
 
 
 class _Digesting(NamedTuple):
@@ -220,24 +228,20 @@ def digests_of(
     """The digest of each tensor; ``tell`` gets unequal replicas and what cannot be read."""
     values: dict[str, int | None] = {}
 
-    def alone(tensor: StoredTensor, buffers: Buffers) -> int | CheckpointError:
-        try:
-            reader = StoredReader(source, tensor)
-            boxes = reader.boxes(budget.window)
-            return digest.combine(reader.digest(box, buffers, tell) for box in boxes)
-        except CheckpointError as error:
-            return error
+    def alone(tensor: StoredTensor, buffers: Buffers) -> int:
+        reader = StoredReader(source, tensor)
+        boxes = reader.boxes(budget.window)
+        return digest.combine(reader.digest(box, buffers, tell) for box in boxes)
 
     def work(task: _Digesting, buffers: Buffers) -> Sequence[int | CheckpointError]:
+        if task.reader is not None:
+            return [attempt(task.reader.digest, task.box, buffers, tell)]
         try:
-            if task.reader is not None:
-                return [task.reader.digest(task.box, buffers, tell)]
             pack = Pack.of(task.tensors, buffers.window)
             pack.read(buffers.scratch, source)
             return pack.digests()
-        except CheckpointError as error:
-            # The tensors of a pack that cannot be read are read one by one, to name the bad one.
-            return [error] if task.reader else [alone(t, buffers) for t in task.tensors]
+        except CheckpointError:  # its tensors are read one by one, to name the bad one
+            return [attempt(alone, tensor, buffers) for tensor in task.tensors]
 
     make = partial(Buffers.of, budget.window, casts=False)
     tasks = _tasks(source, tensors, budget.window, tell)

@@ -279,23 +279,16 @@ def _placed(fed: SourceTensor) -> PieceTable:
         )
     if not feed.moves:
         return pieces
+    columns = {"starts": 0, "stops": 1, "strides": 0}  # of a dim that is inserted
     for dim in feed.have_insert:
-        pieces = replace(
-            pieces,
-            starts=np.insert(pieces.starts, dim, 0, axis=1),
-            stops=np.insert(pieces.stops, dim, 1, axis=1),
-            strides=np.insert(pieces.strides, dim, 0, axis=1),
-        )
+        wider = {n: np.insert(getattr(pieces, n), dim, at, axis=1) for n, at in columns.items()}
+        pieces = replace(pieces, **wider)
     for dim, segments in enumerate(feed.moves):
         pieces = joined([_moved(pieces, dim, *segment) for segment in segments])
     if not feed.want_insert:
         return pieces
-    return replace(
-        pieces,
-        starts=np.delete(pieces.starts, feed.want_insert, axis=1),
-        stops=np.delete(pieces.stops, feed.want_insert, axis=1),
-        strides=np.delete(pieces.strides, feed.want_insert, axis=1),
-    )
+    narrower = {n: np.delete(getattr(pieces, n), feed.want_insert, axis=1) for n in columns}
+    return replace(pieces, **narrower)
 
 
 def _moved(pieces: PieceTable, dim: int, start: int, to: int, length: int) -> PieceTable:
