@@ -71,11 +71,8 @@ class Difference:
         )
 
 
-def difference(
-    left: Source, right: Source, name: str, budget: Budget
-) -> tuple[Difference, tuple[tuple[str, int], ...]] | None:
-    """Compare a tensor that has one shape in both: how they differ, and the place in both files of
-    the first element that does; None if they are equal.
+def difference(left: Source, right: Source, name: str, budget: Budget) -> TensorDiff | None:
+    """Compare a tensor that has one shape in both; None if they are equal.
 
     Tensors of the same dtype are compared bit by bit, others as numbers.
     """
@@ -96,7 +93,10 @@ def difference(
             total = found if total is None else total | found
     if total is None:
         return None
-    return total, tuple(reader.place(total.first) for reader in readers)
+    shapes = readers[0].tensor.shape, readers[1].tensor.shape
+    figures = total.count, total.first, total.box, total.largest
+    places = tuple(reader.place(total.first) for reader in readers)
+    return TensorDiff(name, shapes, dtypes, *figures, places)
 
 
 def between(left: Array, right: Array, dtypes: tuple[str, str], box: Box) -> Difference | None:
@@ -390,13 +390,22 @@ def diff(
 
     Damage raises an error; ``verify`` lists it.
     """
+
+    def tell(problem: Problem) -> None:
+        raise DamageError(problem.message)
+
     with opened(a, rules, mesh) as left, opened(b, b_rules, b_mesh) as right:
         budget = Budget.for_reading(memory, left.storage, right.storage)
         mine, theirs = left.catalog.tensors, right.catalog.tensors
         both = [name for name in mine if name in theirs]
         comparable = [name for name in both if _alike(mine[name], theirs[name])]
         meter = Meter(progress, 2 * sum(mine[name].num_bytes for name in comparable))
-        digests = [_digests(side, comparable, budget, meter) for side in (left, right)]
+        digests = []
+        for side in (left, right):
+            tensors = (side.catalog.tensors[name] for name in comparable)
+            digests.append(digests_of(side, tensors, budget, meter, tell))
+            side.checker.finish(side.storage)
+            side.check_crcs()
         equal = {name for name in comparable if digests[0][name] == digests[1][name]}
         differ = [name for name in both if name not in equal]
         entries, notes = compare_entries(left, right)
@@ -420,31 +429,17 @@ def _alike(one: StoredTensor, two: StoredTensor) -> bool:
     return (one.shape, one.dtype) == (two.shape, two.dtype)
 
 
-def _digests(side: Source, names: list[str], budget: Budget, meter: Meter) -> dict[str, str]:
-    """The digests of these tensors; raises DamageError."""
-
-    def tell(problem: Problem) -> None:
-        raise DamageError(problem.message)
-
-    tensors = (side.catalog.tensors[name] for name in names)
-    found = digests_of(side, tensors, budget, meter, tell)
-    side.checker.finish(side.storage)
-    side.check_crcs()
-    return found
-
-
 def _compared(left: Source, right: Source, name: str, budget: Budget) -> TensorDiff:
     mine, theirs = left.catalog.tensors[name], right.catalog.tensors[name]
-    shapes, dtypes = (mine.shape, theirs.shape), (mine.dtype, theirs.dtype)
-    if mine.shape != theirs.shape or not (_alike(mine, theirs) or all(map(is_number, dtypes))):
-        return TensorDiff(name, shapes, dtypes)
-    if found := difference(left, right, name, budget):
-        apart, places = found
-        figures = apart.count, apart.first, apart.box, apart.largest
-        return TensorDiff(name, shapes, dtypes, *figures, places)
-    if _alike(mine, theirs):
+    whole = TensorDiff(name, (mine.shape, theirs.shape), (mine.dtype, theirs.dtype))
+    if not (_alike(mine, theirs) or all(map(is_number, whole.dtypes))):
+        return whole
+    if mine.shape != theirs.shape:
+        return whole
+    found = difference(left, right, name, budget)
+    if found is None and _alike(mine, theirs):
         raise DamageError(
             f"tensor {quoted(name)} differed when it was read first and not again: "
             "is another process writing to it?"
         )
-    return TensorDiff(name, shapes, dtypes, 0)
+    return found or replace(whole, count=0)

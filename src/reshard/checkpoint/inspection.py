@@ -147,7 +147,6 @@ class _Branch:
     num_tensors: int = 0
 
     def add(self, parts: Sequence[str], tensor: InspectedTensor) -> None:
-        """Add a tensor below."""
         branch = self
         for part in parts:
             branch.num_bytes += tensor.num_bytes

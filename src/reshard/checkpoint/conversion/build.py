@@ -259,8 +259,8 @@ class Conversion:
         for copy in output.objects:
             source = copy.source
             for at, data in self._read(self.source.name(source.file), source.offset, source.size):
-                if (crcs := self.source.crcs) is not None:
-                    crcs.add(crcs.parts(source.file, source.offset + at, data))
+                parts = self.source.crcs.parts(source.file, source.offset + at, data)
+                self.source.crcs.add(parts)
                 self._put(copy.file, copy.offset + at, data)
         for file, number in self.plan.others:
             for at, data in self._read(file.path, 0, file.size):
@@ -298,7 +298,6 @@ class Conversion:
         return [record for record in read_journals(self.place.folder) if "chunk" in record]
 
     def _chunks(self) -> Iterator[CopyChunk]:
-        """The chunks of all processes."""
         return chunks_of(self.plan.transfers, self.budget.window)
 
     def _to_do(self, done: Collection[int]) -> Iterator[CopyChunk]:
@@ -350,11 +349,10 @@ class Conversion:
                 f"{self.storage.root} was changed while it was converted: nothing was published; "
                 "convert it again when no process writes to it"
             )
-        if source.crcs is not None:
-            # What all ranks and runs have read; bytes that no output tensor needs are read now.
-            for one in done.values():
-                source.crcs.add(one.crcs)
-            source.check_crcs()
+        # What all ranks and runs have read; bytes that no output tensor needs are read now.
+        for one in done.values():
+            source.crcs.add(one.crcs)
+        source.check_crcs()
         sums = self._checked_sums() if self.resumed_bytes else None
         for file in plan.catalog.files:
             if sums is not None and file.path in sums.files:
@@ -382,7 +380,6 @@ class Conversion:
         replace_file(self.place.data / SIDECAR, sums.to_bytes())
 
     def _publish(self) -> None:
-        """Move the output to its destination."""
         place, paths = self.place, self.plan.paths
         if self._remote is None:
             self.kept = place.publish(self.request.overwrite, paths)

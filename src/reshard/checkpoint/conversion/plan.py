@@ -95,7 +95,6 @@ class ConversionPlan:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The paths of all files to be written."""
         return tuple(file.path for file in self.output.files)
 
     def is_unchanged(self, transfer: Transfer) -> bool:
@@ -104,7 +103,6 @@ class ConversionPlan:
 
     @property
     def casts(self) -> bool:
-        """Whether any tensor changes its dtype."""
         return any(transfer.have != transfer.want for transfer in self.transfers)
 
 

@@ -101,7 +101,6 @@ class Request:
 
     @property
     def has_mesh(self) -> bool:
-        """Whether there is a mesh to shard over."""
         return bool(self.mesh or self.layouts or (self.rules and self.rules.mesh))
 
     def with_config(self, storage: Storage) -> Request:

@@ -172,7 +172,6 @@ def convert(
 
 
 def _report(request: Request, conversion: Conversion, seconds: float | None) -> ConvertReport:
-    """The figures of what was done, or would be."""
     plan, budget, has_built = conversion.plan, conversion.budget, conversion.has_built
     output, others, transfers = plan.output, plan.others, plan.transfers
     unique_bytes = sum(transfer.source_bytes for transfer in transfers)

@@ -233,7 +233,6 @@ class ReadAhead:
                 os.close(opened)
 
     def close(self) -> None:
-        """End the thread."""
         self._over = True
         self._moved.set()
         if self._blocks:
@@ -249,7 +248,6 @@ class MappedFiles:
         self._lock = threading.Lock()
 
     def copy(self, path: str, task: _Task) -> None:
-        """Copy a box out of a file."""
         start, stop = task.piece.span(task.dtype)
         self._ahead.reach(task)
         with self._storage.using(path) as file:
@@ -276,7 +274,6 @@ class MappedFiles:
         pages.madvise(mmap.MADV_DONTNEED, first, stop - first)
 
     def close(self) -> None:
-        """Unmap all files."""
         self._ahead.close()
         for pages in self._maps.values():
             with suppress(BufferError):  # an error that is being raised still refers to an array

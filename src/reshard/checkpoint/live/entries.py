@@ -57,7 +57,6 @@ class Memory:
     """The tensors of a rank that share memory, as tied parameters do."""
 
     names: frozenset[str]
-    """All tensors of the rank."""
     groups: tuple[frozenset[str], ...]
     """Groups of two or more names for the same memory."""
     empty: frozenset[str]
@@ -96,7 +95,6 @@ class Entries:
         return {name: _held(name, tensor) for name, tensor in self.tensors.items()}
 
     def specs(self) -> dict[str, TensorSpec]:
-        """The spec of every tensor."""
         return {name: held.spec for name, held in self.held.items()}
 
     def shared_memory(self) -> tuple[list[list[str]], list[str]]:
@@ -208,12 +206,10 @@ class RankBoxes:
 
 
 def _pieces_of(layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[Piece, ...]:
-    """The pieces of one rank that are not empty."""
     return tuple(piece for piece in layout.pieces(rank, shape) if piece.box.size)
 
 
 def part_of(view: View, box: Box) -> torch.Tensor:
-    """The part of a view that is in a box."""
     outer, tensor = view
     return box_view(tensor, outer, box)
 
@@ -234,7 +230,6 @@ class CatalogSummary:
     """The digests of tensors in the checksums of the checkpoint."""
 
     def about(self, names: Collection[str]) -> CatalogSummary:
-        """The summary of these tensors only."""
         catalog = self.catalog
         wanted = {name: one for name, one in catalog.tensors.items() if name in names}
         crcs: Sequence[Crc] = ()
@@ -255,7 +250,6 @@ class CatalogSummary:
         return replace(self, catalog=replace(self.catalog, tensors=tensors))
 
     def to_data(self) -> dict[str, Any]:
-        """The summary as JSON data."""
         tensors = []
         for one in self.catalog.tensors.values():
             rows = [[p.box.start, p.box.stop, p.file, p.offset, p.strides] for p in one.pieces]
@@ -272,7 +266,6 @@ class CatalogSummary:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> CatalogSummary:
-        """Read what ``to_data`` wrote."""
         files = tuple(StoredFile(path, size) for path, size in data["files"])
         tensors = {}
         for name, shape, dtype, rows in data["tensors"]:

@@ -210,8 +210,7 @@ class _Loading:
         catalog, digests = self.summary.catalog, self.summary.digests
         crcs = Crcs(catalog.crcs)
         self.records = CrcRecords(crcs, self.requests)
-        known = crcs if len(crcs) else None
-        self.source = Source(self.storage, catalog, self.checksums, crcs=known)
+        self.source = Source(self.storage, catalog, self.checksums, crcs=crcs)
         held, share = self.entries.held, parse_bytes(options["memory"]) // 4
         self.shared = SharedReads(self.source, self.requests, digests, agreement, held, share)
         self.bytes_read = 0
@@ -259,7 +258,6 @@ class _Loading:
         return ReadRequest(transfer, spec.layout, is_whole=has_digest or bool(catalog.crcs))
 
     def read(self) -> None:
-        """Read everything into the tensors."""
         # Let autograd know of the changes: reads into memory and moves do not count as one.
         held, tensors = self.entries.held, self.entries.tensors
         names = tensors.keys() & {*self.match.chosen, *self.match.tied}
@@ -355,7 +353,6 @@ class _Loading:
         return int(self.agreement.run_on_first(compare)) if ready else 0
 
     def report(self, seconds: float) -> LoadReport:
-        """The report of the finished load."""
         catalog, match = self.summary.catalog, self.match
         return LoadReport(
             source=catalog.root,

@@ -202,7 +202,6 @@ class ShareData:
     local: torch.Tensor
 
     def parts(self) -> list[View]:
-        """The boxes one by one."""
         parts = torch.split(self.local, [box.size for box in self.boxes])
         return [(box, part.view(box.shape)) for box, part in zip(self.boxes, parts, strict=True)]
 

@@ -144,7 +144,6 @@ class Team:
         return self.rank == 0
 
     def takes(self, chunk: int) -> bool:
-        """Whether this process copies a chunk."""
         return chunk % self.size == self.rank
 
     def note_failure(self, place: Workplace, error: BaseException) -> None:

@@ -98,7 +98,6 @@ class Workplace:
 
     @property
     def data(self) -> Path:
-        """The output so far."""
         return self.folder / "data"
 
     @property
@@ -249,7 +248,6 @@ class Workplace:
         return found if isinstance(found, dict) else {}
 
     def note_request(self, request: Mapping[str, Any]) -> None:
-        """Write the request of the conversion."""
         replace_file(self.folder / "request.json", json.dumps(request).encode())
 
     def note_result(self, request: Mapping[str, Any]) -> None:

@@ -58,14 +58,12 @@ class Done:
             self.sums += sums_of(file, offset, data)
 
     def to_record(self) -> dict[str, Any]:
-        """The record as JSON data."""
         parts = {str(which): f"{value:x}" for which, value in self.parts.items()}
         record = {"chunk": self.number, "bytes": self.num_bytes, "sums": self.sums, "parts": parts}
         return {**record, "crcs": self.crcs} if self.crcs else record
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Done:
-        """Read what ``to_record`` wrote."""
         parts = Counter({int(which): int(text, 16) for which, text in record["parts"].items()})
         sums = [(file, start, stop, text) for file, start, stop, text in record["sums"]]
         crcs = [(which, start, stop, crc) for which, start, stop, crc in record.get("crcs", ())]
@@ -101,7 +99,6 @@ class Copier:
     compare_replicas: bool = True
 
     def copy(self, chunk: CopyChunk, buffers: Buffers) -> Done:
-        """Copy one chunk."""
         done, room = Done(chunk.number), buffers.num_bytes
         small = [which for which, _ in chunk.windows if self.transfers[which].is_packed(room)]
         for pack in batches(small, lambda which: self.transfers[which].most_bytes, room):

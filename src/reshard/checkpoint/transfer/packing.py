@@ -76,7 +76,6 @@ class _Run(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The byte of the file past the last one."""
         return self.offset + self.size
 
 
@@ -142,7 +141,6 @@ class Pack:
 
     @classmethod
     def of(cls, tensors: Sequence[StoredTensor], buffer: Array) -> Pack:
-        """A pack of these tensors, to be read."""
         sizes = (tensor.num_bytes for tensor in tensors)
         return cls(tensors, buffer, [*accumulate(sizes, initial=0)])
 
@@ -186,7 +184,6 @@ class Pack:
                     yield _Run(piece.file, low, high - low, 0, number, piece)
 
     def array(self, number: int) -> Array:
-        """One of the tensors."""
         tensor = self.tensors[number]
         cell = CELLS[itemsize(tensor.dtype)]
         return np.ndarray(tensor.shape, cell, self.buffer.data, self.starts[number])

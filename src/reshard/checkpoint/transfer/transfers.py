@@ -97,7 +97,6 @@ class Transfer:
 
     @property
     def target_bytes(self) -> int:
-        """Bytes that are written."""
         return _num_bytes(self.written)
 
     def is_packed(self, num_bytes: int) -> bool:

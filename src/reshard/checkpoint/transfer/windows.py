@@ -181,7 +181,7 @@ class Source:
     checksums: Checksums | None = None
     checker: Checker = field(default_factory=lambda: Checker(None, ""))
     """Compares what is read with the checksums."""
-    crcs: Crcs | None = None
+    crcs: Crcs = field(default_factory=lambda: Crcs(()))
     """The CRC-32 records of torch's files, for files that have no checksums of ours."""
     num_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -189,15 +189,11 @@ class Source:
     @classmethod
     def of(cls, storage: Storage, catalog: Catalog, checksums: Checksums | None) -> Source:
         """A source whose bytes are all compared with what is known of them."""
-        has_records = bool(catalog.crcs or catalog.objects)
-        crcs = Crcs(crcs_of(storage, catalog, checksums)) if has_records else None
+        crcs = Crcs(crcs_of(storage, catalog, checksums))
         return cls(storage, catalog, checksums, Checker(checksums, storage.root), crcs)
 
     def read_into(self, file: int, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer from a file."""
-        parts = self.fill(file, offset, buffer)
-        if self.crcs is not None:
-            self.crcs.add(parts)
+        self.crcs.add(self.fill(file, offset, buffer))
 
     def fill(self, file: int, offset: int, buffer: memoryview) -> list[Part]:
         """Fill a buffer; the parts of CRC-32 records that were read, which are not added."""
@@ -205,15 +201,13 @@ class Source:
         self.storage.read_into(path, offset, buffer)
         self.checker.check(path, offset, buffer)
         self.count(len(buffer))
-        return [] if self.crcs is None else self.crcs.parts(file, offset, buffer)
+        return self.crcs.parts(file, offset, buffer)
 
     def count(self, num_bytes: int) -> None:
-        """Add to the count of bytes read."""
         with self._lock:
             self.num_bytes += num_bytes
 
     def name(self, file: int) -> str:
-        """The path of a file."""
         return self.catalog.files[file].path
 
     def check_crcs(self, which: Collection[int] | None = None) -> None:
@@ -221,7 +215,7 @@ class Source:
 
         Bytes of a record that were not read yet are read now.
         """
-        for crc, now in self.crcs.values(self.unread, which) if self.crcs is not None else ():
+        for crc, now in self.crcs.values(self.unread, which):
             if crc.value != now:
                 raise DamageError(changed(self.catalog, crc, now))
 
@@ -255,11 +249,9 @@ class SourceReads:
     crcs: list[Part] = field(default_factory=list)
 
     def read_into(self, file: int, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer from a file."""
         self.crcs += self.source.fill(file, offset, buffer)
 
     def name(self, file: int) -> str:
-        """The path of a file."""
         return self.source.name(file)
 
 
