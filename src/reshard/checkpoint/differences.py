@@ -8,7 +8,7 @@ sides of one kind are compared as they are, all others as JSON.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isnan
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reshard.checkpoint.catalog import Catalog, StoredObject, StoredTensor
+from reshard.checkpoint.catalog import Catalog, StoredTensor
 from reshard.checkpoint.formats.checks import shown
 from reshard.checkpoint.integrity.checksums import sum_of
 from reshard.checkpoint.transfer.examination import Problem, StoredReader, digests_of, opened
@@ -71,25 +71,32 @@ class Difference:
         )
 
 
-def difference(left: StoredReader, right: StoredReader, budget: Budget) -> Difference | None:
-    """Compare two stored tensors of one shape; None if they are equal.
+def difference(left: Source, right: Source, name: str, budget: Budget) -> TensorDiff | None:
+    """Compare a tensor that has one shape in both; None if they are equal.
 
     Tensors of the same dtype are compared bit by bit, others as numbers.
     """
-    dtypes = left.tensor.dtype, right.tensor.dtype
+    readers = [StoredReader(side, side.catalog.tensors[name]) for side in (left, right)]
+    dtypes = readers[0].tensor.dtype, readers[1].tensor.dtype
 
-    def work(box: Box, buffers: tuple[Buffers, Buffers]) -> Difference | None:
-        return between(left.read(box, buffers[0]), right.read(box, buffers[1]), dtypes, box)
+    def work(box: Box, buffers: list[Buffers]) -> Difference | None:
+        one, two = (reader.read(box, own) for reader, own in zip(readers, buffers, strict=True))
+        return between(one, two, dtypes, box)
 
-    def make() -> tuple[Buffers, Buffers]:
-        return Buffers(budget.window, casts=False), Buffers(budget.window, casts=False)
+    def make() -> list[Buffers]:
+        return [Buffers.of(budget.window, casts=False) for _ in readers]
 
-    wider = max(left, right, key=lambda side: side.tensor.num_bytes)
+    wider = max(readers, key=lambda side: side.tensor.num_bytes)
     total: Difference | None = None
     for _, found in in_order(work, wider.rows(budget.window), budget.workers, make):
         if found is not None:
             total = found if total is None else total | found
-    return total
+    if total is None:
+        return None
+    shapes = readers[0].tensor.shape, readers[1].tensor.shape
+    figures = total.count, total.first, total.box, total.largest
+    places = tuple(reader.place(total.first) for reader in readers)
+    return TensorDiff(name, shapes, dtypes, *figures, places)
 
 
 def between(left: Array, right: Array, dtypes: tuple[str, str], box: Box) -> Difference | None:
@@ -185,9 +192,11 @@ def compare_entries(left: Source, right: Source) -> tuple[list[EntryDifference],
     mine, theirs = left.catalog, right.catalog
     rest = {*mine.left_out, *theirs.left_out}
     if mine.objects and theirs.objects:
-        found = [*_differing_objects(left, right)]
+        sizes = [{n: f"{one.size} bytes" for n, one in c.objects.items()} for c in (mine, theirs)]
+        found = _differing(sizes, lambda name: _object_sum(left, name) == _object_sum(right, name))
     elif mine.values and theirs.values:
-        found = [*_differing_values(mine.values, theirs.values)]
+        texts = [{n: shown(one) for n, one in c.values.items()} for c in (mine, theirs)]
+        found = _differing(texts, lambda name: _same(mine.values[name], theirs.values[name]))
     else:
         names = _names(mine), _names(theirs)
         one, two = (_texts(side, names[0] & names[1]) for side in (left, right))
@@ -200,14 +209,16 @@ def compare_entries(left: Source, right: Source) -> tuple[list[EntryDifference],
     return found, (note,) if rest else ()
 
 
-def _differing_values(
-    mine: Mapping[str, Any], theirs: Mapping[str, Any]
-) -> Iterator[EntryDifference]:
-    """Plain values of two torch.save files that differ."""
-    for name in sorted({*mine, *theirs}):
-        if name not in mine or name not in theirs or not _same(mine[name], theirs[name]):
-            one, two = (shown(side[name]) if name in side else None for side in (mine, theirs))
-            yield EntryDifference(name, (one, two))
+def _differing(
+    sides: Sequence[Mapping[str, str]], are_equal: Callable[[str], bool]
+) -> list[EntryDifference]:
+    """The entries that only one side has or that differ; each side has a text for every entry."""
+    mine, theirs = sides
+    return [
+        EntryDifference(name, (mine.get(name), theirs.get(name)))
+        for name in sorted({*mine, *theirs})
+        if name not in mine or name not in theirs or not are_equal(name)
+    ]
 
 
 def _names(catalog: Catalog) -> set[str]:
@@ -228,17 +239,8 @@ def _texts(side: Source, names: set[str]) -> Mapping[str, str]:
     return texts
 
 
-def _differing_objects(left: Source, right: Source) -> Iterator[EntryDifference]:
-    """Entries of two .distcp folders that differ in a byte."""
-    mine, theirs = left.catalog.objects, right.catalog.objects
-    for name in sorted({*mine, *theirs}):
-        one, two = mine.get(name), theirs.get(name)
-        if one is None or two is None or _object_sum(left, one) != _object_sum(right, two):
-            sizes = [None if entry is None else f"{entry.size} bytes" for entry in (one, two)]
-            yield EntryDifference(name, (sizes[0], sizes[1]))
-
-
-def _object_sum(side: Source, entry: StoredObject) -> tuple[int, bytes]:
+def _object_sum(side: Source, name: str) -> tuple[int, bytes]:
+    entry = side.catalog.objects[name]
     end = entry.offset + entry.size
     return entry.size, sum_of(side.storage, side.name(entry.file), entry.offset, end)
 
@@ -388,13 +390,22 @@ def diff(
 
     Damage raises an error; ``verify`` lists it.
     """
+
+    def tell(problem: Problem) -> None:
+        raise DamageError(problem.message)
+
     with opened(a, rules, mesh) as left, opened(b, b_rules, b_mesh) as right:
         budget = Budget.for_reading(memory, left.storage, right.storage)
         mine, theirs = left.catalog.tensors, right.catalog.tensors
         both = [name for name in mine if name in theirs]
         comparable = [name for name in both if _alike(mine[name], theirs[name])]
         meter = Meter(progress, 2 * sum(mine[name].num_bytes for name in comparable))
-        digests = [_digests(side, comparable, budget, meter) for side in (left, right)]
+        digests = []
+        for side in (left, right):
+            tensors = (side.catalog.tensors[name] for name in comparable)
+            digests.append(digests_of(side, tensors, budget, meter, tell))
+            side.checker.finish(side.storage)
+            side.check_crcs()
         equal = {name for name in comparable if digests[0][name] == digests[1][name]}
         differ = [name for name in both if name not in equal]
         entries, notes = compare_entries(left, right)
@@ -418,33 +429,17 @@ def _alike(one: StoredTensor, two: StoredTensor) -> bool:
     return (one.shape, one.dtype) == (two.shape, two.dtype)
 
 
-def _digests(side: Source, names: list[str], budget: Budget, meter: Meter) -> dict[str, str]:
-    """The digests of these tensors; raises DamageError."""
-
-    def tell(problem: Problem) -> None:
-        raise DamageError(problem.message)
-
-    tensors = (side.catalog.tensors[name] for name in names)
-    found = digests_of(side, tensors, budget, meter, tell)
-    side.checker.finish(side.storage)
-    side.check_crcs()
-    return found
-
-
 def _compared(left: Source, right: Source, name: str, budget: Budget) -> TensorDiff:
     mine, theirs = left.catalog.tensors[name], right.catalog.tensors[name]
-    shapes, dtypes = (mine.shape, theirs.shape), (mine.dtype, theirs.dtype)
-    if mine.shape != theirs.shape or not (_alike(mine, theirs) or all(map(is_number, dtypes))):
-        return TensorDiff(name, shapes, dtypes)
-    readers = StoredReader(left, mine), StoredReader(right, theirs)
-    found = difference(*readers, budget)
-    if found is not None:
-        places = tuple(reader.place(found.first) for reader in readers)
-        figures = found.count, found.first, found.box, found.largest
-        return TensorDiff(name, shapes, dtypes, *figures, places)
-    if _alike(mine, theirs):
+    whole = TensorDiff(name, (mine.shape, theirs.shape), (mine.dtype, theirs.dtype))
+    if not (_alike(mine, theirs) or all(map(is_number, whole.dtypes))):
+        return whole
+    if mine.shape != theirs.shape:
+        return whole
+    found = difference(left, right, name, budget)
+    if found is None and _alike(mine, theirs):
         raise DamageError(
             f"tensor {quoted(name)} differed when it was read first and not again: "
             "is another process writing to it?"
         )
-    return TensorDiff(name, shapes, dtypes, 0)
+    return found or replace(whole, count=0)

@@ -69,29 +69,23 @@ def recovered(shape: Sequence[int], boxes: Iterable[Box]) -> str:
     words: list[str] = []
     for length, dim in zip(shape, edges, strict=True):
         sizes = [stop - start for start, stop in pairwise(dim)]
-        if len(sizes) == 1 and sizes[0] == length:
+        if (dim[0], dim[-1]) != (0, length):  # a part is missing
+            return f"{held.total()} boxes"
+        if len(sizes) == 1:
             words.append("-")
             continue
         axis = AXES[len(axes)]
         axes[axis] = len(sizes)
-        word = _word(axis, length, dim[0], sizes)
-        if word is None:
-            return f"{held.total()} boxes"
-        words.append(word)
+        chunk = -(-length // len(sizes))
+        if any(size != chunk for size in sizes[:-1]) or sizes[-1] > chunk:
+            if len(sizes) > MAX_SIZES:
+                return f"{held.total()} boxes"
+            axis = f"{axis}[{','.join(map(str, sizes))}]"
+        words.append(axis)
     if copies != {1}:
         axes["rep"] = copies.pop()
     mesh = " ".join(f"{axis}={size}" for axis, size in axes.items())
     return f"{mesh}: {' '.join(words) if axes.keys() - {'rep'} else '...'}" if mesh else WHOLE
-
-
-def _word(axis: str, length: int, start: int, sizes: Sequence[int]) -> str | None:
-    """The word for one dim; None if its parts do not cover it or are too many to write out."""
-    if start != 0 or sum(sizes) != length:
-        return None
-    chunk = -(-length // len(sizes))
-    if all(size == chunk for size in sizes[:-1]) and sizes[-1] <= chunk:
-        return axis
-    return f"{axis}[{','.join(map(str, sizes))}]" if len(sizes) <= MAX_SIZES else None
 
 
 MAX_ROWS = 60
@@ -109,14 +103,6 @@ def _headline(report: Inspection) -> str:
         f"{report.path}: {report.format}, {count(report.num_tensors, 'tensor')} of "
         f"{format_bytes(report.num_bytes)} in {count(len(report.files), 'file')}, {state}"
     )
-
-
-def _row(group: Sequence[InspectedTensor]) -> tuple[str, ...]:
-    first = group[0]
-    size = format_bytes(sum(tensor.num_bytes for tensor in group))
-    layout = shorten(printable(first.layout), MAX_LAYOUT)
-    names = named([printable(tensor.name) for tensor in group], width=MAX_NAME)
-    return names, format_shape(first.shape), first.dtype, layout, size
 
 
 def _facts(report: Inspection) -> Iterator[str]:
@@ -161,7 +147,6 @@ class _Branch:
     num_tensors: int = 0
 
     def add(self, parts: Sequence[str], tensor: InspectedTensor) -> None:
-        """Add a tensor below."""
         branch = self
         for part in parts:
             branch.num_bytes += tensor.num_bytes
@@ -177,28 +162,21 @@ def _drawn(top: _Branch) -> Iterator[str]:
     pending = [("", top, -1)]
     while pending:
         name, branch, depth = pending.pop()
+        tensor = branch.tensor
+        if tensor is None or branch.children:
+            about = f"{format_bytes(branch.num_bytes)}, {count(branch.num_tensors, 'tensor')}"
+        else:
+            layout = shorten(printable(tensor.layout), MAX_LAYOUT)
+            about = f"{format_shape(tensor.shape)} {tensor.dtype}, {layout}"
+            about += f", {format_bytes(tensor.num_bytes)}"
         if depth >= 0:
-            yield f"{'  ' * depth}{printable(shorten(name, MAX_NAME))}  {_about(branch)}"
-        below = [(part, child, depth + 1) for part, child in _folded(branch)]
-        pending += reversed(below)
-
-
-def _about(branch: _Branch) -> str:
-    tensor = branch.tensor
-    if tensor is None or branch.children:
-        return f"{format_bytes(branch.num_bytes)}, {count(branch.num_tensors, 'tensor')}"
-    layout = shorten(printable(tensor.layout), MAX_LAYOUT)
-    size = format_bytes(tensor.num_bytes)
-    return f"{format_shape(tensor.shape)} {tensor.dtype}, {layout}, {size}"
-
-
-def _folded(branch: _Branch) -> Iterator[tuple[str, _Branch]]:
-    """The children; a child with a single child is joined with it: ``self_attn.q_proj``."""
-    for name, child in branch.children.items():
-        while len(child.children) == 1 and child.tensor is None:
-            [(part, child)] = child.children.items()
-            name = f"{name}.{part}"
-        yield name, child
+            yield f"{'  ' * depth}{printable(shorten(name, MAX_NAME))}  {about}"
+        for part, child in reversed(branch.children.items()):
+            # One with a single child is joined with it: self_attn.q_proj.
+            while len(child.children) == 1 and child.tensor is None:
+                [(more, child)] = child.children.items()
+                part = f"{part}.{more}"
+            pending.append((part, child, depth + 1))
 
 
 def _few(names: Iterable[str]) -> str:
@@ -291,12 +269,16 @@ class Inspection(Report):
     def __str__(self) -> str:
         """Everything on a page; tensors that differ only in numbers of their names share a line."""
         lines = [_headline(self), ""]
-        groups: dict[tuple[object, ...], list[InspectedTensor]] = {}
+        groups: dict[tuple[str, tuple[int, ...], str, str], list[InspectedTensor]] = {}
         for one in self.tensors:
             pattern = _NUMBER.sub("#", one.name)
             groups.setdefault((pattern, one.shape, one.dtype, one.layout), []).append(one)
         rows: list[tuple[str, ...]] = [("tensor", "shape", "dtype", "layout", "size")]
-        rows += [_row(group) for group in [*groups.values()][:MAX_ROWS]]
+        for (_, shape, dtype, _), group in [*groups.items()][:MAX_ROWS]:
+            names = named([printable(tensor.name) for tensor in group], width=MAX_NAME)
+            size = format_bytes(sum(tensor.num_bytes for tensor in group))
+            layout = shorten(printable(group[0].layout), MAX_LAYOUT)
+            rows.append((names, format_shape(shape), dtype, layout, size))
         lines += align(rows, right={4}) if self.tensors else []
         if len(groups) > MAX_ROWS:
             lines.append(f"and {len(groups) - MAX_ROWS} more kinds of tensors; --json lists all")

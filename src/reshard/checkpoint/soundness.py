@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reshard.checkpoint.catalog import Catalog, StoredTensor
-from reshard.checkpoint.conversion.build import wrong_sizes
 from reshard.checkpoint.conversion.names import left_over, rename_tensors
 from reshard.checkpoint.differences import EntryDifference, compare_entries, difference
 from reshard.checkpoint.formats.checks import Findings
@@ -31,9 +30,9 @@ from reshard.checkpoint.integrity.checksums import (
     damage,
     load_checksums,
 )
-from reshard.checkpoint.integrity.crcs import Crcs, changed, tensors_of
+from reshard.checkpoint.integrity.crcs import changed, tensors_of
 from reshard.checkpoint.storage.local import Storage
-from reshard.checkpoint.transfer.examination import Problem, StoredReader, digests_of
+from reshard.checkpoint.transfer.examination import Problem, attempt, digests_of, wrong_sizes
 from reshard.checkpoint.transfer.packing import tiles
 from reshard.checkpoint.transfer.windows import (
     Budget,
@@ -220,7 +219,6 @@ class _Side:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of tensors to be read."""
         return self.source.catalog.num_bytes
 
     def examine(self, budget: Budget, meter: Callable[[int], None]) -> None:
@@ -231,7 +229,7 @@ class _Side:
         if self.source.checksums is not None:
             self._check_files(self.source.checksums, budget)
             self._check_digests(self.source.checksums, damaged)
-        crcs = self.source.crcs or Crcs(())
+        crcs = self.source.crcs
         for which in range(len(crcs)):
             try:
                 [(crc, now)] = crcs.values(self.source.unread, [which])
@@ -280,17 +278,13 @@ class _Side:
             elif self._is_whole():
                 self._add(Problem("absent", message, file=path))
 
-        def work(path: str, _: None) -> CheckpointError | None:
-            try:
-                self.source.checker.finish_file(self.storage, path)
-            except CheckpointError as error:
-                return error
-            return None
+        def work(path: str, _: None) -> int | CheckpointError:
+            return attempt(self.source.checker.finish_file, self.storage, path)
 
         right = [path for path in checksums.files if path not in wrong]
-        for path, error in in_order(work, right, budget.workers):
-            if error is not None:
-                self._add(Problem("unreadable", str(error), file=path))
+        for path, result in in_order(work, right, budget.workers):
+            if isinstance(result, CheckpointError):
+                self._add(Problem("unreadable", str(result), file=path))
             self.checked_bytes += checksums.files[path].size
 
     def _is_whole(self) -> bool:
@@ -373,9 +367,8 @@ def _differences(left: _Side, right: _Side, budget: Budget) -> Iterator[Problem]
             if name not in others and there.is_known:
                 words = f"tensor {quoted(name)} is in {here.root} and not in {there.root}"
                 yield Problem("absent", words, name)
-    for name, tensor in mine.items():
-        if name in theirs:
-            yield from _difference(left, right, tensor, theirs[name], budget)
+    both = (name for name in mine if name in theirs)
+    yield from filter(None, (_difference(left, right, name, budget) for name in both))
     if left.is_known and right.is_known:
         try:
             entries, notes = compare_entries(left.source, right.source)
@@ -383,8 +376,7 @@ def _differences(left: _Side, right: _Side, budget: Budget) -> Iterator[Problem]
             yield Problem("unreadable", str(error))
             return
         left.notes += notes
-        for entry in entries:
-            yield _entry(left, right, entry)
+        yield from (_entry(left, right, entry) for entry in entries)
 
 
 def _entry(left: _Side, right: _Side, entry: EntryDifference) -> Problem:
@@ -398,34 +390,29 @@ def _entry(left: _Side, right: _Side, entry: EntryDifference) -> Problem:
     return Problem("object", f"entry {quoted(entry.name)}, which is no tensor, differs: {where}")
 
 
-def _difference(
-    left: _Side, right: _Side, mine: StoredTensor, theirs: StoredTensor, budget: Budget
-) -> Iterator[Problem]:
-    """How two tensors of one name differ: in shape, dtype or elements, with the bytes of both."""
-    name = mine.name
-    if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
-        kind = "shape" if mine.shape != theirs.shape else "dtype"
+def _difference(left: _Side, right: _Side, name: str, budget: Budget) -> Problem | None:
+    """How a tensor differs: in shape, dtype or elements, with the bytes of both."""
+    mine, theirs = (side.source.catalog.tensors[name] for side in (left, right))
+    for kind in ("shape", "dtype"):
         ours, others = getattr(mine, kind), getattr(theirs, kind)
-        where = f"in {left.root} and {others} in {right.root}"
-        yield Problem(kind, f"tensor {quoted(name)} has {kind} {ours} {where}", name)
-        return
+        if ours != others:
+            where = f"in {left.root} and {others} in {right.root}"
+            return Problem(kind, f"tensor {quoted(name)} has {kind} {ours} {where}", name)
     one, two = left.digests.get(name), right.digests.get(name)
     if one is None or two is None or one == two:
-        return  # what could not be read is a problem already
-    readers = StoredReader(left.source, mine), StoredReader(right.source, theirs)
-    found = difference(*readers, budget)
+        return None  # what could not be read is a problem already
+    found = difference(left.source, right.source, name, budget)
     if found is None:
         words = "differed when it was read first and not again: is another process writing to it?"
-        yield Problem("values", f"tensor {quoted(name)} {words}", name)
-        return
-    (file, offset), (other, place) = (reader.place(found.first) for reader in readers)
+        return Problem("values", f"tensor {quoted(name)} {words}", name)
+    (file, offset), (other, place) = found.places
     message = (
         f"tensor {quoted(name)} differs in {found.count} of {prod(mine.shape)} elements, all "
         f"within {found.box}, the first at {found.first}: {left.root}/{file} byte {offset}, "
         f"{right.root}/{other} byte {place}"
     )
     where_in = offset, offset + itemsize(mine.dtype)
-    yield Problem("values", message, name, file, where_in, found.box)
+    return Problem("values", message, name, file, where_in, found.box)
 
 
 def _report(sides: list[_Side], problems: list[Problem]) -> VerifyReport:

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from reshard import checkpoint
 from reshard.checkpoint.conversion.names import Outline
-from reshard.checkpoint.conversion.request import LayoutRequest, Request, wanted_of
+from reshard.checkpoint.conversion.request import Request, wanted_of
 from reshard.checkpoint.formats.reader import as_rules, open_storage
 from reshard.cli import run
 from reshard.errors import LayoutError, MeshError, ReshardError, RulesError, TargetError
@@ -104,9 +104,7 @@ def test_the_same_request_has_the_same_layouts_everywhere(family: str, tmp_path:
             for given in (None, family, Rules.load(family)):
                 wanted = wanted_of(
                     outlines,
-                    LayoutRequest.of(Request("src", "dst", mesh=mesh, rules=given)).with_config(
-                        storage
-                    ),
+                    Request("src", "dst", mesh=mesh, rules=given).with_config(storage),
                     False,
                 )
                 assert {name: tensor.layout for name, tensor in wanted.items()} == expected

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from reshard import checkpoint, cli
 from reshard.checkpoint.conversion.names import Outline
-from reshard.checkpoint.conversion.request import LayoutRequest, Parameters, Request, wanted_of
+from reshard.checkpoint.conversion.request import Parameters, Request, wanted_of
 from reshard.checkpoint.formats.reader import open_storage, read_catalog
 from reshard.dtypes import ITEMSIZE, check_cast, is_float
 from reshard.errors import (
@@ -75,7 +75,7 @@ def test_files_of_other_tensors_are_not_copied(tmp_path: Path, form: str) -> Non
 def dtypes_of(names: list[str], dtype: str = "bfloat16") -> dict[str, str]:
     found = wanted_of(
         {name: Outline((4,), "float32") for name in names},
-        LayoutRequest.of(Request("src", "dst", dtype=dtype)),
+        Request("src", "dst", dtype=dtype),
         True,
     )
     return {name: wanted.dtype for name, wanted in found.items()}

@@ -22,10 +22,11 @@ from safetensors.numpy import save_file
 
 import reshard as rs
 from reshard import checkpoint
-from reshard.checkpoint.catalog import StoredPiece
+from reshard.checkpoint.catalog import StoredPiece, StoredTensor
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import SIDECAR
-from reshard.checkpoint.transfer.packing import CELLS, Pack, Packed, Placed, joined_writes, tiles
+from reshard.checkpoint.transfer.packing import CELLS, Pack, Placed, joined_writes, tiles
+from reshard.dtypes import itemsize
 from reshard.layout.box import row_major
 from tests.checkpoint.making import cut, disjoint_boxes, header, overlapping_boxes
 from tests.soak import cases, soaking
@@ -72,11 +73,12 @@ def put(data: st.DataObject, array: np.ndarray[Any, Any], files: Files) -> list[
 def test_a_pack_holds_its_tensors_one_after_the_other(data: st.DataObject) -> None:
     files, arrays, tensors = Files(2), [], []
     for shape in data.draw(st.lists(SHAPES, min_size=1, max_size=6)):
-        width = data.draw(st.sampled_from([1, 2, 4, 8, 16]))
+        dtype = data.draw(st.sampled_from(["uint8", "bfloat16", "float32", "int64", "complex128"]))
+        width = itemsize(dtype)
         size = int(np.prod(shape, dtype=int)) * width
         array = np.frombuffer(os.urandom(size), dtype=CELLS[width]).reshape(shape)
         arrays.append(array)
-        tensors.append(Packed(shape, width, size, put(data, array, files)))
+        tensors.append(StoredTensor("w", shape, dtype, tuple(put(data, array, files))))
     total = sum(tensor.num_bytes for tensor in tensors)
     pack = Pack.of(tensors, np.empty(total + 9, dtype=np.uint8))
     pack.read(np.empty(total + 20_000, dtype=np.uint8), files)

@@ -69,7 +69,7 @@ def test_boxes_are_read_right(data: st.DataObject) -> None:
             seen = np.zeros(shape, dtype=int)
             for box in windows:
                 assert box.size * itemsize(dtype) <= max(num_bytes, itemsize(dtype))
-                found = reader.read(box, Buffers(max(num_bytes, 16), casts=False))
+                found = reader.read(box, Buffers.of(max(num_bytes, 16), casts=False))
                 assert not bits_differ(found, cut(array, box)).any()
                 cut(seen, box)[...] += 1
             assert (seen == 1).all()
@@ -142,7 +142,7 @@ def test_what_was_changed_is_not_read() -> None:
         content[50] ^= 4
         path.write_bytes(content)
         reader = StoredReader(source, tensor)
-        reader.read(Box.whole((6, 5)), Buffers(1000, casts=False))
+        reader.read(Box.whole((6, 5)), Buffers.of(1000, casts=False))
         with pytest.raises(DamageError, match=r"0\.bin: bytes 0 to 123 changed since"):
             source.checker.finish(source.storage)
 

@@ -206,7 +206,7 @@ def test_replicas_are_compared_by_their_bits(dtype: str) -> None:
     tensor = StoredTensor("w", values.shape, dtype, tuple(pieces))
     target = PieceTable.of(tensor.pieces[:1], 2, values.itemsize)
     transfer = transfer_of("w", values.shape, dtype, (SourceTensor(tensor, Feed("w")),), target)
-    buffers = Buffers(values.nbytes, casts=False)
+    buffers = Buffers.of(values.nbytes, casts=False)
 
     def check(other: np.ndarray) -> None:
         copies = Copies(values, other)

@@ -4,5 +4,5 @@ stages   ``convert``, the stages in turn, and its report
 request  the arguments; the layout and the dtype that they give every output tensor
 names    the output tensors when names change
 plan     all that is to be read, written and copied
-build    checks the source, prepares files, copies chunks, checks and seals the output
+build    runs the plan: checks the source, copies chunks, checks, seals and publishes the output
 """

@@ -1,32 +1,31 @@
-"""The build of a conversion: check the source, copy chunks, check and seal the output."""
+"""The build of a conversion: check the source, copy chunks, check and seal the output, publish it.
+
+All ranks that convert together run it: rank 0 prepares, seals and publishes, and every rank copies
+its share of the chunks.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import tempfile
 import threading
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.conversion.plan import ConversionPlan, Stamp
 from reshard.checkpoint.conversion.request import Request
-from reshard.checkpoint.integrity.checksums import (
-    SIDECAR,
-    Checker,
-    Checksums,
-    ChunkSum,
-    damage,
-    sum_of,
-)
+from reshard.checkpoint.integrity.checksums import SIDECAR, Checker, Checksums, load_checksums
 from reshard.checkpoint.publish.journal import Journal, read_journals
-from reshard.checkpoint.publish.workplace import Workplace
+from reshard.checkpoint.publish.workplace import Workplace, check_places
 from reshard.checkpoint.storage.local import Storage
-from reshard.checkpoint.storage.output_files import OutputFiles, replace_file
+from reshard.checkpoint.storage.output_files import MAX_COPY, OutputFiles, named, replace_file
+from reshard.checkpoint.storage.remote import RemoteTarget
 from reshard.checkpoint.transfer.copying import Copier, Done, checksums_of
+from reshard.checkpoint.transfer.examination import check_outside_tensors
 from reshard.checkpoint.transfer.transfers import CopyChunk, chunks_of
 from reshard.checkpoint.transfer.windows import (
     Budget,
@@ -36,11 +35,20 @@ from reshard.checkpoint.transfer.windows import (
     collector_paused,
     in_order,
 )
-from reshard.errors import DamageError, TargetError, UnfinishedError
-from reshard.text import quoted
+from reshard.errors import (
+    CheckpointError,
+    DamageError,
+    MemoryCapError,
+    TargetError,
+    UnfinishedError,
+    UnsupportedError,
+)
+from reshard.text import parse_bytes, quoted
 
-__all__ = ["Builder", "begin", "check_outside_tensors"]
+__all__ = ["Conversion"]
 
+COPIERS = 4
+"""Copying threads, on any number of cores: some wait for the disk while others compute."""
 BLOCK = 1 << 20
 CHUNKS = 2
 """The way in which an output is split into chunks: a run is resumed only in the same way."""
@@ -48,133 +56,198 @@ SYNC_EVERY = 2 << 30
 """Bytes between two syncs, after which the journal survives a power failure."""
 
 
-def check_outside_tensors(
-    storage: Storage, catalog: Catalog, sums: Checksums, workers: int
-) -> None:
-    """Raise DamageError if a file or tensor is missing, or a byte outside of tensors changed."""
-    if all(file.path != SIDECAR for file in storage.list()):  # one file was opened, no folder
-        return
-    for name in sums.digests:
-        if name not in catalog.tensors:
-            raise DamageError(
-                f"{storage.root}: tensor {quoted(name)} was written and is in no file"
+class Conversion:
+    """A conversion that was planned, on one of the processes that run it."""
+
+    source: Source
+    _target: OutputFiles
+    _copier: Copier
+
+    def __init__(self, request: Request, plan: ConversionPlan, storage: Storage) -> None:
+        self.request, self.plan, self.storage = request, plan, storage
+        path = Path(request.dst)
+        if "://" in request.dst:  # built in the temporary folder, in the same one each time
+            name = hashlib.blake2b(request.dst.rstrip("/").encode(), digest_size=8).hexdigest()
+            path = Path(tempfile.gettempdir()) / f"reshard-{name}"
+        self.place = Workplace.beside(path)
+        if request.workers is None and not storage.is_local:
+            self.budget = Budget.for_reading(request.memory, storage)
+        else:
+            self.budget = Budget.of(request.memory, request.workers or COPIERS)
+        self._remote = RemoteTarget(request.dst) if "://" in request.dst else None
+        self._identity = {"fingerprint": plan.fingerprint, "checksums": request.checksums}
+        """What distinguishes this conversion from another one to the same destination."""
+        self.has_built = False
+        """Whether the output was written now, and not by an earlier run."""
+        self.kept: tuple[str, ...] = ()
+        """Names of other files at the destination."""
+        self.resumed_bytes = 0
+        self._num_chunks = 0
+        """The number of chunks of all processes, once `_copy` has looked at them."""
+        self._sums: Checksums | None = None
+        """The checksums of the source."""
+        self._prepared = Done(-1)
+        """What was written besides tensors."""
+        self._meter = Meter(request.progress, sum(one.target_bytes for one in plan.transfers))
+        self._lock = threading.Lock()
+        self._unsynced = 0
+
+    def check(self) -> None:
+        """What a dry run does: refuse a destination that cannot be written."""
+        self.kept = self._check_destination()
+        if self._remote is None:
+            self.place.check_writable()
+
+    def run(self) -> None:
+        """Write and publish the output."""
+        request, plan, place, team = self.request, self.plan, self.place, self.request.team
+        if self._remote is not None and team.size > 1:
+            raise CheckpointError(
+                f"{request.dst} is written by one process: start it once, or give --no-ranks"
             )
-    for _, _, message in wrong_sizes(storage, sums):
-        raise DamageError(message)
+        if team.leads:
+            place.settle()
+        if request.resume and self._is_complete():
+            return
+        self.source = Source(self.storage, plan.catalog)
+        if request.checksums:
+            self._sums = load_checksums(self.storage)
+            if self._sums is not None and team.leads:
+                check_outside_tensors(self.storage, plan.catalog, self._sums, self.budget.workers)
+            self.source = Source.of(self.storage, plan.catalog, self._sums)
+            self.source.checker = Checker(self._checked_sums(), self.storage.root)
+        with ExitStack() as stack:
+            if team.leads:
+                self._check_destination()
+                place.enter()
+                stack.callback(place.leave)
+                team.forget(place)
+            self._agree_on_budget()
+            self._target = OutputFiles(place.data, plan.output.files)
+            stack.callback(self._target.close)
+            options = request.checksums, request.compare_replicas
+            self._copier = Copier(plan.transfers, self.source, self._target, *options)
+            self._build()
+        self.has_built = True
 
-    def check(task: tuple[str, ChunkSum], _: None) -> None:
-        path, chunk = task
-        found = sum_of(storage, path, chunk.start, chunk.stop)
-        if found != chunk.sum:
-            raise DamageError(damage(f"{storage.root}/{path}", chunk, found))
+    def worker_bytes(self, window: int) -> int:
+        """The memory of one worker: its buffers, a server's reply, and what hashes, casts and
+        writes need."""
+        own = window // 2 + min(window, 2 << 20) + min(window, MAX_COPY)
+        return Buffers.size_of(window, self.plan.casts) + window + own
 
-    for _ in in_order(check, _chunks_outside(catalog, sums), workers):
-        pass
+    def _check_destination(self) -> tuple[str, ...]:
+        """Refuse a destination that cannot be written; the names of other files there, kept."""
+        request = self.request
+        if self._remote is not None:
+            self._remote.check_absent(request.src, request.overwrite or request.resume)
+            return ()
+        check_places(request.src, self.place.target)
+        return self.place.check_target(request.overwrite, self.plan.paths).kept
 
+    def _is_complete(self) -> bool:
+        """Whether the destination is the result of this very request, from an earlier run."""
+        place = self.place
+        if self._remote is not None:
+            is_result = self._remote.is_result(self._identity)
+        else:
+            is_result = place.is_result(self._identity, self.plan.output.files)
+        if is_result and self.request.team.leads and place.folder.exists():
+            place.enter()
+            found = place.request()
+            if found is None or found.get("fingerprint") == self.plan.fingerprint:
+                place.discard()
+            place.leave()
+        return is_result
 
-def wrong_sizes(storage: Storage, sums: Checksums) -> Iterator[tuple[str, int | None, str]]:
-    """Files that are missing or not as long as they were written: path, size, message."""
-    present = {file.path: file.size for file in storage.list()}
-    for path, file in sums.files.items():
-        found = present.get(path)
-        where = f"{storage.root}/{path}"
+    def _checked_sums(self) -> Checksums | None:
+        """The checksums that reads are compared with; None if digests of the output check all."""
+        sums = self._sums
+        if sums is None:
+            return None
+        has_digests = all(
+            self.plan.is_unchanged(one) and one.name in sums.digests for one in self.plan.transfers
+        )
+        return None if has_digests else sums
+
+    def _agree_on_budget(self) -> None:
+        """Use the window size that all ranks, and all runs of one conversion, share."""
+        team = self.request.team
+        if team.leads:
+            window = self._begin()
+        else:
+            window = team.wait_for_leader(self.place, self.plan.fingerprint)
+        total, each = parse_bytes(self.request.memory), self.worker_bytes(window)
+        if each > total:
+            raise MemoryCapError(
+                f"the conversion was begun with windows of {window} bytes, for which {total} bytes "
+                f"of memory are too few: give --memory {each}"
+            )
+        self.budget = Budget(min(self.budget.workers, total // each), window)
+
+    def _begin(self) -> int:
+        """Start anew, or continue an earlier run; returns the size of the windows to use."""
+        place, found = self.place, self.place.request()
+        identity = {**self._identity, "chunks": CHUNKS}
         if found is None:
-            message = f"is missing: it was written with {file.size} bytes"
-            yield path, None, f"{where} {message}; if it is not wanted, delete {SIDECAR}"
-        elif found != file.size:
-            message = f"has {found} bytes and was written with {file.size}"
-            yield path, found, f"{where} {message}: restore it from a copy"
+            place.begin_anew()
+            place.note_request({**identity, "window": self.budget.window})
+            return self.budget.window
+        if not self.request.resume:
+            raise UnfinishedError(
+                f"an unfinished conversion to {place.target} exists: give --resume to continue, or "
+                f"remove {place.folder} to start again"
+            )
+        if any(found.get(key) != value for key, value in identity.items()):
+            raise TargetError(
+                f"the unfinished conversion to {place.target} was of another source, or asked for "
+                f"something else: give the same arguments, or remove {place.folder} to start again"
+            )
+        if not self.plan.stamp.is_sure:
+            raise TargetError(
+                f"{self.storage.root} reports no versions of its files, so a changed source would "
+                f"not be noticed: remove {place.folder} to start again"
+            )
+        return int(found["window"])
 
-
-def _chunks_outside(catalog: Catalog, sums: Checksums) -> Iterator[tuple[str, ChunkSum]]:
-    """The chunks without a byte of a tensor."""
-    pieces: dict[str, list[tuple[int, int]]] = {}
-    for tensor in catalog.tensors.values():
-        for piece in tensor.pieces:
-            path = catalog.files[piece.file].path
-            pieces.setdefault(path, []).append(piece.span(tensor.dtype))
-    for path, file in sums.files.items():
-        spans = np.array(sorted(pieces.get(path, ())), dtype=np.int64).reshape(-1, 2)
-        # The furthest end of each piece and all before it, as pieces may overlap.
-        starts, furthest = spans[:, 0], np.maximum.accumulate(spans[:, 1])
-        for index in range(len(file.ends)):
-            chunk = file.chunk(index)
-            last = int(np.searchsorted(starts, chunk.stop)) - 1
-            if last < 0 or furthest[last] <= chunk.start:
-                yield path, chunk
-
-
-def begin(place: Workplace, plan: ConversionPlan, request: Request, budget: Budget) -> int:
-    """Start anew, or continue an earlier run; returns the size of the windows to use."""
-    found = place.request()
-    identity = {**plan.identity(request.checksums), "chunks": CHUNKS}
-    if found is None:
-        place.begin_anew()
-        place.note_request({**identity, "window": budget.window})
-        return budget.window
-    if not request.resume:
-        raise UnfinishedError(
-            f"an unfinished conversion to {place.target} exists: give --resume to continue, or "
-            f"remove {place.folder} to start again"
-        )
-    if any(found.get(key) != value for key, value in identity.items()):
-        raise TargetError(
-            f"the unfinished conversion to {place.target} was of another source, or asked for "
-            f"something else: give the same arguments, or remove {place.folder} to start again"
-        )
-    if not plan.stamp.is_sure:
-        raise TargetError(
-            f"{plan.catalog.root} reports no versions of its files, so a changed source would "
-            f"not be noticed: remove {place.folder} to start again"
-        )
-    return int(found["window"])
-
-
-@dataclass(slots=True)
-class Builder:
-    """One process that builds an output."""
-
-    request: Request
-    plan: ConversionPlan
-    storage: Storage
-    place: Workplace
-    budget: Budget
-    source_sums: Checksums | None
-    source: Source = field(init=False)
-    target: OutputFiles = field(init=False)
-    copier: Copier = field(init=False)
-    resumed_bytes: int = 0
-    num_chunks: int = 0
-    """The number of chunks of all processes, once ``copy`` has looked at them."""
-    _meter: Meter = field(init=False)
-    _prepared: Done = field(default_factory=lambda: Done(-1))
-    """What was written besides tensors."""
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _unsynced: int = 0
-
-    def __post_init__(self) -> None:
-        total = sum(transfer.target_bytes for transfer in self.plan.transfers)
-        self._meter = Meter(self.request.progress, total)
-        storage, catalog, sums = self.storage, self.plan.catalog, self.source_sums
-        self.source = Source(storage, catalog, sums)
-        if self.request.checksums:
-            self.source = Source.of(storage, catalog, sums)
-            self.source.checker = Checker(self._checked_sums(), storage.root)
-        self.target = OutputFiles(self.place.data, self.plan.output.files)
-        checksums, compares = self.request.checksums, self.request.compare_replicas
-        self.copier = Copier(self.plan.transfers, self.source, self.target, checksums, compares)
-
-    def prepare(self) -> None:
-        """Create all files at their full size, and write everything but the tensors."""
+    def _build(self) -> None:
+        """Prepare, copy, seal, publish. The other ranks learn of a failure."""
+        team, place = self.request.team, self.place
         try:
-            self.place.check_room(self.plan.output.num_bytes)
-            self.place.data.mkdir(exist_ok=True)
-            self.target.allocate()
-        except TargetError:
-            if not read_journals(self.place.folder):  # there is nothing to resume
-                self.place.discard()
+            with named(place.folder):
+                if team.leads:
+                    self._prepare()
+                self._copy()
+                if not team.leads:
+                    team.wait_for_publish(place)
+                    return
+                if team.size > 1:
+                    team.wait_for_all(place, self._num_chunks)
+                self._seal()
+                self._publish()
+        except BaseException as error:
+            team.note_failure(place, error)
+            match error:
+                case DamageError() | UnsupportedError() if team.size == 1:
+                    place.discard()  # a source that cannot be read leaves nothing to resume
+                case TargetError() | UnfinishedError() | DamageError() | UnsupportedError():
+                    pass
+                case OSError():  # which every CheckpointError is
+                    kept = f"{error}; what was written is kept for --resume"
+                    raise UnfinishedError(kept) from error
             raise
-        output = self.plan.output
+
+    def _prepare(self) -> None:
+        """Create all files at their full size, and write everything but the tensors."""
+        place, output = self.place, self.plan.output
+        try:
+            place.check_room(output.num_bytes)
+            place.data.mkdir(exist_ok=True)
+            self._target.allocate()
+        except TargetError:
+            if not read_journals(place.folder):  # there is nothing to resume
+                place.discard()
+            raise
         around = (  # the bytes around small tensors are written with the tensors
             literal
             for transfer in self.plan.transfers
@@ -186,15 +259,26 @@ class Builder:
         for copy in output.objects:
             source = copy.source
             for at, data in self._read(self.source.name(source.file), source.offset, source.size):
-                if (crcs := self.source.crcs) is not None:
-                    crcs.add(crcs.parts(source.file, source.offset + at, data))
+                parts = self.source.crcs.parts(source.file, source.offset + at, data)
+                self.source.crcs.add(parts)
                 self._put(copy.file, copy.offset + at, data)
         for file, number in self.plan.others:
             for at, data in self._read(file.path, 0, file.size):
                 self._put(number, at, data)
-        replace_file(self.place.folder / "prepared", b"")
+        replace_file(place.folder / "prepared", b"")
 
-    def copy(self) -> None:
+    def _put(self, file: int, offset: int, data: bytes) -> None:
+        checksums = self.request.checksums
+        self._prepared.write(self._target, file, offset, memoryview(data), checksums)
+
+    def _read(self, path: str, start: int, size: int) -> Iterator[tuple[int, bytes]]:
+        """A range of a source file in blocks, each with its offset in the range."""
+        for at in range(0, size, BLOCK):
+            data = self.storage.read(path, start + at, min(BLOCK, size - at))
+            self.source.count(len(data))
+            yield at, data
+
+    def _copy(self) -> None:
         """Copy the chunks of this process that are not done yet."""
         with Journal(self.place.folder, self.request.team.rank) as journal:
             done = {record["chunk"]: record["bytes"] for record in self._records()}
@@ -202,86 +286,27 @@ class Builder:
             self._meter(self.resumed_bytes)
 
             def work(chunk: CopyChunk, buffers: Buffers) -> None:
-                self._finished(self.copier.copy(chunk, buffers), journal)
+                self._note_done(self._copier.copy(chunk, buffers), journal)
 
-            make = partial(Buffers, self.budget.window, self.plan.casts)
+            make = partial(Buffers.of, self.budget.window, self.plan.casts)
             for _ in in_order(work, self._to_do(done), self.budget.workers, make):
                 pass
             self._sync(journal)
         self.source.count(self.source.checker.finish(self.storage))
 
-    def seal(self) -> None:
-        """Check that the output is complete and correct, and write its checksums."""
-        with collector_paused():
-            done = {record["chunk"]: Done.from_record(record) for record in self._records()}
-        missing = set(range(self.num_chunks)) - done.keys()
-        for chunk in self._chunks() if missing else ():
-            if chunk.number in missing:
-                name = self.plan.transfers[chunk.windows[0][0]].name
-                raise UnfinishedError(
-                    f"chunk {chunk.number} (of {quoted(name)}) is not done; continue with --resume"
-                )
-        if Stamp.of(self.plan.catalog, self.storage) != self.plan.stamp:
-            raise DamageError(
-                f"{self.storage.root} was changed while it was converted: nothing was published; "
-                "convert it again when no process writes to it"
-            )
-        if self.source.crcs is not None:
-            # What all ranks and runs have read; bytes that no output tensor needs are read now.
-            for one in done.values():
-                self.source.crcs.add(one.crcs)
-            self.source.check_crcs()
-        sums = self._checked_sums() if self.resumed_bytes else None
-        for file in self.plan.catalog.files:
-            if sums is not None and file.path in sums.files:
-                # An interrupted earlier run may have read it only in part.
-                self.source.count(self.source.checker.finish_file(self.storage, file.path))
-        if self.request.checksums:
-            self._write_sidecar([self._prepared, *done.values()])
-        else:
-            self.place.note_result(self.plan.identity(checksums=False))
-        self._sync_files()
-        self.target.sync_folders()
-        self.target.close()
-
-    def _write_sidecar(self, done: Iterable[Done]) -> None:
-        """Write checksums and digests; unchanged tensors must have the digests of the source."""
-        plan = self.plan
-        tensors = [(one.name, one.shape, one.want) for one in plan.transfers]
-        sums = checksums_of(done, plan.output.files, tensors, plan.identity(checksums=True))
-        known = self.source_sums.digests if self.source_sums else {}
-        for transfer in plan.transfers:
-            found = sums.digests[transfer.name]
-            expected = known.get(transfer.name, found)
-            if found != expected and plan.is_unchanged(transfer):
-                raise self.source.digest_damage(transfer, found, expected)
-        replace_file(self.place.data / SIDECAR, sums.to_bytes())
-
-    def _checked_sums(self) -> Checksums | None:
-        """The checksums that reads are compared with; None if digests of the output check all."""
-        sums = self.source_sums
-        if sums is None or not self.request.checksums:
-            return None
-        has_digests = all(
-            self.plan.is_unchanged(one) and one.name in sums.digests for one in self.plan.transfers
-        )
-        return None if has_digests else sums
-
-    def _chunks(self) -> Iterator[CopyChunk]:
-        """The chunks of all processes."""
-        return chunks_of(self.plan.transfers, self.budget.window)
-
-    def _to_do(self, done: Collection[int]) -> Iterator[CopyChunk]:
-        """The chunks of this process that are not done."""
-        for chunk in self._chunks():
-            self.num_chunks = chunk.number + 1
-            if chunk.number not in done and self.request.team.takes(chunk.number):
-                yield chunk
-
     def _records(self) -> list[dict[str, Any]]:
         return [record for record in read_journals(self.place.folder) if "chunk" in record]
 
-    def _finished(self, done: Done, journal: Journal) -> None:
+    def _chunks(self) -> Iterator[CopyChunk]:
+        return chunks_of(self.plan.transfers, self.budget.window)
+
+    def _to_do(self, done: Collection[int]) -> Iterator[CopyChunk]:
+        for chunk in self._chunks():
+            self._num_chunks = chunk.number + 1
+            if chunk.number not in done and self.request.team.takes(chunk.number):
+                yield chunk
+
+    def _note_done(self, done: Done, journal: Journal) -> None:
         journal.append(done.to_record())
         with self._lock:
             self._unsynced += done.num_bytes
@@ -299,7 +324,7 @@ class Builder:
     def _sync_files(self) -> None:
         """Put all files on disk. After a failed fsync no earlier write can be trusted."""
         try:
-            self.target.sync()
+            self._target.sync()
         except OSError as error:
             for path in self.place.folder.glob("journal.*"):
                 path.unlink(missing_ok=True)
@@ -308,12 +333,57 @@ class Builder:
                 "fix the cause; --resume then copies everything again"
             ) from None
 
-    def _put(self, file: int, offset: int, data: bytes) -> None:
-        self.copier.write(self._prepared, file, offset, memoryview(data))
+    def _seal(self) -> None:
+        """Check that the output is complete and correct, and write its checksums."""
+        plan, source = self.plan, self.source
+        with collector_paused():
+            done = {record["chunk"]: Done.from_record(record) for record in self._records()}
+        if missing := set(range(self._num_chunks)) - done.keys():
+            chunk = next(chunk for chunk in self._chunks() if chunk.number in missing)
+            name = plan.transfers[chunk.windows[0][0]].name
+            raise UnfinishedError(
+                f"chunk {chunk.number} (of {quoted(name)}) is not done; continue with --resume"
+            )
+        if Stamp.of(plan.catalog, self.storage) != plan.stamp:
+            raise DamageError(
+                f"{self.storage.root} was changed while it was converted: nothing was published; "
+                "convert it again when no process writes to it"
+            )
+        # What all ranks and runs have read; bytes that no output tensor needs are read now.
+        for one in done.values():
+            source.crcs.add(one.crcs)
+        source.check_crcs()
+        sums = self._checked_sums() if self.resumed_bytes else None
+        for file in plan.catalog.files:
+            if sums is not None and file.path in sums.files:
+                # An interrupted earlier run may have read it only in part.
+                source.count(source.checker.finish_file(self.storage, file.path))
+        if self.request.checksums:
+            self._write_sidecar([self._prepared, *done.values()])
+        else:
+            self.place.note_result(self._identity)
+        self._sync_files()
+        self._target.sync_folders()
+        self._target.close()
 
-    def _read(self, path: str, start: int, size: int) -> Iterator[tuple[int, bytes]]:
-        """A range of a source file in blocks, each with its offset in the range."""
-        for at in range(0, size, BLOCK):
-            data = self.storage.read(path, start + at, min(BLOCK, size - at))
-            self.source.count(len(data))
-            yield at, data
+    def _write_sidecar(self, done: list[Done]) -> None:
+        """Write checksums and digests; unchanged tensors must have the digests of the source."""
+        plan = self.plan
+        tensors = [(one.name, one.shape, one.want) for one in plan.transfers]
+        sums = checksums_of(done, plan.output.files, tensors, self._identity)
+        known = self._sums.digests if self._sums else {}
+        for transfer in plan.transfers:
+            found = sums.digests[transfer.name]
+            expected = known.get(transfer.name, found)
+            if found != expected and plan.is_unchanged(transfer):
+                self.source.blame_digest(transfer, found, expected)
+        replace_file(self.place.data / SIDECAR, sums.to_bytes())
+
+    def _publish(self) -> None:
+        place, paths = self.place, self.plan.paths
+        if self._remote is None:
+            self.kept = place.publish(self.request.overwrite, paths)
+            return
+        sidecar = [SIDECAR] if (place.data / SIDECAR).exists() else []
+        self._remote.upload(place.data, [*paths, *sidecar], self._identity)
+        place.finish()

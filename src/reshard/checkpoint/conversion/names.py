@@ -55,7 +55,6 @@ class Outline:
 
 
 Tensors: TypeAlias = Mapping[str, Outline | StoredTensor]
-"""The tensors of a source."""
 
 
 def outlines_of(have: Tensors, names: Names, drop: Sequence[str] = ()) -> dict[str, Outline]:

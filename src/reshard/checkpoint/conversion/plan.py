@@ -2,8 +2,10 @@
 
 >>> base_of(["adapter_model.safetensors"], ()), base_of(["shard-1-model.safetensors"], ())
 ('adapter_model', 'model')
->>> _is_weights("pytorch_model-00001-of-00002.bin"), _is_weights("training_args.bin")
+>>> is_stray("a/pytorch_model-00001-of-00002.bin", ()), is_stray("training_args.bin", ())
 (True, False)
+>>> [is_stray(path, (".bin",)) for path in ("a/b.bin", "b.bin.index.json", ".metadata", "c")]
+[True, True, True, False]
 """
 
 from __future__ import annotations
@@ -18,19 +20,14 @@ from typing import Any
 
 from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.conversion.names import left_over, outlines_of, sources_for
-from reshard.checkpoint.conversion.request import LayoutRequest, Request, notes_of, wanted_of
+from reshard.checkpoint.conversion.request import Request, notes_of, wanted_of
 from reshard.checkpoint.formats.checks import is_distcp
 from reshard.checkpoint.formats.reader import config_of
 from reshard.checkpoint.formats.safetensors.header import RESERVED
 from reshard.checkpoint.formats.safetensors.writer import full, ranks, sharded
 from reshard.checkpoint.integrity.checksums import SIDECAR
 from reshard.checkpoint.output import Output, Wanted
-from reshard.checkpoint.storage.local import (
-    COMMITTED,
-    TENSOR_FILES,
-    Storage,
-    StoredFile,
-)
+from reshard.checkpoint.storage.local import COMMITTED, TENSOR_FILES, Storage, StoredFile
 from reshard.checkpoint.transfer.transfers import Transfer, transfer_of
 from reshard.errors import CheckpointError, SizeError
 from reshard.planning.names import Feed, Names, names_of
@@ -98,12 +95,7 @@ class ConversionPlan:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The paths of all files to be written."""
         return tuple(file.path for file in self.output.files)
-
-    def identity(self, checksums: bool) -> dict[str, Any]:
-        """What distinguishes this conversion from another one to the same destination."""
-        return {"fingerprint": self.fingerprint, "checksums": checksums}
 
     def is_unchanged(self, transfer: Transfer) -> bool:
         """Whether an output tensor is a source tensor unchanged, so that digests are comparable."""
@@ -111,34 +103,31 @@ class ConversionPlan:
 
     @property
     def casts(self) -> bool:
-        """Whether any tensor changes its dtype."""
         return any(transfer.have != transfer.want for transfer in self.transfers)
 
 
-def plan_conversion(
-    request: Request, layouts: LayoutRequest, catalog: Catalog, storage: Storage
-) -> ConversionPlan:
+def plan_conversion(request: Request, catalog: Catalog, storage: Storage) -> ConversionPlan:
     """Plan a conversion; missing parts, misfits and unknown names raise errors here."""
-    format = request.format or ("sharded" if layouts.has_mesh else "full")
+    format = request.format or ("sharded" if request.has_mesh else "full")
     if format not in FORMATS:
         raise CheckpointError(f"{quoted(format)} is no format: use {', '.join(FORMATS)}")
-    is_whole = format == "full" or (format == "distcp" and not layouts.has_mesh)
+    is_whole = format == "full" or (format == "distcp" and not request.has_mesh)
     if is_whole:
-        layouts.check_whole(format)
+        request.check_whole(format)
     else:
-        layouts = layouts.with_config(storage)
+        request = request.with_config(storage)
     have = catalog.tensors
     if not have and not catalog.objects:
         raise CheckpointError(f"{catalog.root} holds no tensors: there is nothing to convert")
     names = request.names
     if names is None:
-        names = names_of(layouts.rules.names) if layouts.rules is not None else {}
-    made = outlines_of(have, names, request.drop)
-    if not made and not catalog.objects:
+        names = names_of(request.rules.names) if request.rules is not None else {}
+    outlines = outlines_of(have, names, request.drop)
+    if not outlines and not catalog.objects:
         raise CheckpointError(
             f"all tensors of {catalog.root} are dropped: nothing is left to write"
         )
-    wanted = wanted_of(made, layouts, is_whole)
+    wanted = wanted_of(outlines, request, is_whole)
     output = _output(request, format, wanted, catalog, storage)
     transfers, renamed = [], set[str]()
     shapes = {name: tensor.shape for name, tensor in output.tensors.items()}
@@ -151,16 +140,15 @@ def plan_conversion(
     left_out = (*output.left_out, *catalog.left_out, *left_over(have, names, request.drop))
     output = replace(output, left_out=left_out)
     stamp = Stamp.of(catalog, storage)
-    fingerprint = _fingerprint(stamp.text, output, names, transfers)
     return ConversionPlan(
         catalog,
         format,
         output,
         tuple(transfers),
         others,
-        fingerprint,
+        _fingerprint(stamp.text, output, names, transfers),
         stamp,
-        notes_of(wanted, made, layouts),
+        notes_of(wanted, outlines, request),
         frozenset(renamed),
     )
 
@@ -241,18 +229,10 @@ def base_of(
 def _with_others(
     output: Output, catalog: Catalog, format: str
 ) -> tuple[Output, tuple[tuple[StoredFile, int], ...]]:
-    """The output with the other files of the source.
-
-    Files of tensors that are not part of the source are left out, as readers might take them for a
-    part of the output; so are weights in other formats, which would be stale.
-    """
+    """The output with the other files of the source, as far as these are no strays."""
     misleading = TENSOR_FILES if format == "ranks" else (".safetensors",)
     ours = {file.path for file in output.files} | {SIDECAR, COMMITTED}
-    strays = tuple(
-        file.path
-        for file in catalog.others
-        if _is_one_of(misleading, file.path) or _is_weights(file.path)
-    )
+    strays = tuple(file.path for file in catalog.others if is_stray(file.path, misleading))
     kept = [file for file in catalog.others if file.path not in ours.union(strays)]
     first = len(output.files)
     files = (*output.files, *(StoredFile(file.path, file.size) for file in kept))
@@ -260,19 +240,15 @@ def _with_others(
     return replace(output, files=files, left_out=(*output.left_out, *strays)), copied
 
 
-def _is_one_of(endings: tuple[str, ...], path: str) -> bool:
-    """Whether a path has one of these endings, is an index of such files, or of a .distcp folder.
+def is_stray(path: str, endings: tuple[str, ...]) -> bool:
+    """Whether a file is left out: it holds tensors and is not part of the source.
 
-    >>> [_is_one_of((".bin",), path) for path in ("a/b.bin", "b.bin.index.json", ".metadata", "c")]
-    [True, True, True, False]
+    Readers might take files with these endings, indexes of such files, or those of a .distcp folder
+    for a part of the output. Weights in other formats would be stale.
     """
-    indexes = tuple(f"{ending}.index.json" for ending in endings)
-    return path.endswith((*endings, *indexes)) or is_distcp(path.rpartition("/")[2])
-
-
-def _is_weights(path: str) -> bool:
-    """Whether a file has the name of weights in another format, or of an index of such files."""
-    return _WEIGHTS.fullmatch(path.rpartition("/")[2]) is not None
+    name, indexes = path.rpartition("/")[2], tuple(f"{ending}.index.json" for ending in endings)
+    is_other = is_distcp(name) or _WEIGHTS.fullmatch(name) is not None
+    return is_other or path.endswith((*endings, *indexes))
 
 
 def _fingerprint(stamp: str, output: Output, names: Names, transfers: Sequence[Transfer]) -> str:

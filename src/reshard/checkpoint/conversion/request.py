@@ -18,9 +18,7 @@ A change of dtype applies to parameters only, not to optimizer states:
 from __future__ import annotations
 
 import difflib
-import hashlib
 import re
-import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -32,10 +30,7 @@ from reshard.checkpoint.conversion.names import Outline
 from reshard.checkpoint.formats.reader import as_mesh, as_rules
 from reshard.checkpoint.output import Wanted
 from reshard.checkpoint.publish.journal import ALONE, Team
-from reshard.checkpoint.publish.workplace import Workplace, check_places
 from reshard.checkpoint.storage.local import Storage, plain_path
-from reshard.checkpoint.storage.remote import RemoteTarget
-from reshard.checkpoint.transfer.windows import Budget
 from reshard.dtypes import canonical_dtype, check_cast, is_float
 from reshard.errors import CheckpointError, DtypeError, LayoutError, ReshardError, RulesError
 from reshard.layout.layout import Layout
@@ -47,10 +42,8 @@ if TYPE_CHECKING:
     from reshard.planning.names import Names
     from reshard.rules import Rules
 
-__all__ = ["LayoutRequest", "Parameters", "Request", "notes_of", "wanted_of"]
+__all__ = ["Parameters", "Request", "notes_of", "wanted_of"]
 
-COPIERS = 4
-"""Copying threads, on any number of cores: some wait for the disk while others compute."""
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 """The dtypes that a dtype for all parameters casts; tensors of other dtypes are unchanged."""
 
@@ -60,17 +53,17 @@ _STATE = re.compile(r"states?")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The arguments of ``convert``, under the same names."""
+    """The arguments of ``convert``, under the same names; texts become meshes, rules and dtypes."""
 
-    src: Any
-    dst: Any
-    mesh: Mesh | str | None = None
-    rules: Rules | str | Path | None = None
-    layouts: Mapping[str, str | Layout] | None = None
+    src: str
+    dst: str
+    mesh: Mesh | None = None
+    rules: Rules | None = None
+    layouts: Mapping[str, str | Layout] = field(default_factory=dict)
     fsdp: str | None = None
     replicate: str | None = None
     format: str | None = None
-    dtype: object = None
+    dtype: str | Mapping[str, str] | None = None
     names: Names | None = None
     drop: Sequence[str] = ()
     source_mesh: Mesh | str | None = None
@@ -87,78 +80,30 @@ class Request:
     team: Team = ALONE
 
     def __post_init__(self) -> None:
-        for name in ("src", "dst"):
-            object.__setattr__(self, name, plain_path(getattr(self, name)))
+        values: dict[str, Any] = {name: plain_path(getattr(self, name)) for name in ("src", "dst")}
         if self.workers is not None and not (isinstance(self.workers, int) and self.workers > 0):
             raise CheckpointError(f"workers is {self.workers!r}: give a number of at least 1")
-
-    def budget(self, storage: Storage) -> Budget:
-        """The workers and windows that fit into the memory."""
-        if self.workers is None and not storage.is_local:
-            return Budget.for_reading(self.memory, storage)
-        return Budget.of(self.memory, self.workers or COPIERS)
-
-    @property
-    def remote(self) -> RemoteTarget | None:
-        """The destination, if it is reached through fsspec."""
-        return RemoteTarget(self.dst) if "://" in self.dst else None
-
-    def place(self) -> Workplace:
-        """The folder in which the output is built: beside a local destination.
-
-        That of a remote one is in the temporary folder, the same for each attempt.
-        """
-        path = Path(self.dst)
-        if "://" in self.dst:
-            name = hashlib.blake2b(self.dst.rstrip("/").encode(), digest_size=8).hexdigest()
-            path = Path(tempfile.gettempdir()) / f"reshard-{name}"
-        return Workplace.beside(path)
-
-    def check_destination(self, place: Workplace, files: Sequence[str]) -> tuple[str, ...]:
-        """Refuse a destination that cannot be written; the names of other files there, kept."""
-        remote = self.remote
-        if remote is not None:
-            remote.check_absent(self.src, self.overwrite or self.resume)
-            return ()
-        check_places(self.src, place.target)
-        return place.check_target(self.overwrite, files).kept
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutRequest:
-    """How the caller wants tensors sharded and cast."""
-
-    mesh: Mesh | None = None
-    rules: Rules | None = None
-    layouts: Mapping[str, str | Layout] = field(default_factory=dict)
-    dtype: str | Mapping[str, str] | None = None
-    fsdp: str | None = None
-    replicate: str | None = None
-
-    @classmethod
-    def of(cls, request: Request) -> LayoutRequest:
-        """Read the arguments of ``convert``."""
-        rules, dtype = request.rules, request.dtype
-        if dtype is not None and not isinstance(dtype, Mapping):
-            dtype = canonical_dtype(dtype)
+        if self.dtype is not None and not isinstance(self.dtype, Mapping):
+            values["dtype"] = dtype = canonical_dtype(self.dtype)
             if not is_float(dtype):
                 raise DtypeError(
                     f"dtype {dtype} is not floating-point: it is for all floating-point "
                     "parameters; use float32, bfloat16, float16 or another float"
                 )
-        if rules is not None:
+        if self.rules is not None:
             from reshard.rules import Rules
 
-            rules = rules if isinstance(rules, Rules) else Rules.load(rules)
-        mesh, layouts = as_mesh(request.mesh), request.layouts or {}
-        return cls(mesh, rules, layouts, dtype, request.fsdp, request.replicate)
+            rules: Any = self.rules
+            values["rules"] = rules if isinstance(rules, Rules) else Rules.load(rules)
+        values |= {"mesh": as_mesh(self.mesh), "layouts": self.layouts or {}}
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     @property
     def has_mesh(self) -> bool:
-        """Whether there is a mesh to shard over."""
         return bool(self.mesh or self.layouts or (self.rules and self.rules.mesh))
 
-    def with_config(self, storage: Storage) -> LayoutRequest:
+    def with_config(self, storage: Storage) -> Request:
         """The request with the sizes of the model, from the config.json of the source."""
         by_config = self.mesh is not None and not self.layouts
         rules = as_rules(
@@ -170,18 +115,12 @@ class LayoutRequest:
 
     def check_whole(self, format: str) -> None:
         """Refuse arguments about layouts where tensors are written whole."""
-        arguments = {
-            "mesh": self.mesh,
-            "layouts": self.layouts,
-            "fsdp": self.fsdp,
-            "replicate": self.replicate,
-            "rules": self.rules if self.rules is not None and not self.rules.names else None,
-        }
-        name = next((name for name, value in arguments.items() if value), None)
-        if name is not None:
+        given = [n for n in ("mesh", "layouts", "fsdp", "replicate") if getattr(self, n)]
+        given += ["rules"] if self.rules is not None and not self.rules.names else []
+        if given:
             other = "give --format sharded, distcp or ranks" if self.has_mesh else "give --mesh"
             raise LayoutError(
-                f"{name} would do nothing: format {format} writes whole tensors here; leave it "
+                f"{given[0]} would do nothing: format {format} writes whole tensors here; leave it "
                 f"out, or {other}"
             )
 
@@ -234,12 +173,19 @@ class Parameters:
         )
 
 
-def wanted_of(
-    outlines: Mapping[str, Outline], request: LayoutRequest, whole: bool
-) -> dict[str, Wanted]:
+def wanted_of(outlines: Mapping[str, Outline], request: Request, whole: bool) -> dict[str, Wanted]:
     """Every output tensor with its dtype and, unless it is whole, its layout."""
     layouts = {} if whole else _layouts(outlines, request)
-    dtypes = _dtypes(outlines, request.dtype)
+    dtypes = {name: outline.dtype for name, outline in outlines.items()}
+    if isinstance(request.dtype, Mapping):
+        for name, key in _overrides("dtype", request.dtype, outlines).items():
+            dtypes[name] = dtypes[name] if key is None else canonical_dtype(request.dtype[key])
+    elif request.dtype is not None:  # optimizer states are cast only by name
+        parameters = Parameters({name: outline.shape for name, outline in outlines.items()})
+        floats = [name for name, dtype in dtypes.items() if dtype in FLOATS]
+        dtypes |= {name: request.dtype for name in floats if not parameters.is_state(name)}
+    for name, want in dtypes.items():
+        check_cast(outlines[name].dtype, want, f"tensor {quoted(name)}")
     return {
         name: Wanted(outline.shape, dtypes[name], layouts.get(name))
         for name, outline in outlines.items()
@@ -247,7 +193,7 @@ def wanted_of(
 
 
 def notes_of(
-    wanted: Mapping[str, Wanted], outlines: Mapping[str, Outline], request: LayoutRequest
+    wanted: Mapping[str, Wanted], outlines: Mapping[str, Outline], request: Request
 ) -> tuple[str, ...]:
     """Remarks for the report: axes that are split in two, ranks without a head, uncast floats."""
     layouts = {name: tensor.layout for name, tensor in wanted.items() if tensor.layout is not None}
@@ -270,7 +216,7 @@ def notes_of(
     return tuple(notes)
 
 
-def _layouts(outlines: Mapping[str, Outline], request: LayoutRequest) -> dict[str, Layout]:
+def _layouts(outlines: Mapping[str, Outline], request: Request) -> dict[str, Layout]:
     """The layout of every tensor: chosen by name, by the rules, or that of its parameter."""
     keys = _overrides("layout", request.layouts, outlines)
     parsed: dict[str, Layout] = {}
@@ -341,7 +287,7 @@ def _overrides(what: str, keys: Collection[str], names: Iterable[str]) -> dict[s
 
 
 def _chosen(
-    name: str, outline: Outline, key: str, request: LayoutRequest, parsed: dict[str, Layout]
+    name: str, outline: Outline, key: str, request: Request, parsed: dict[str, Layout]
 ) -> Layout:
     """The layout that the caller chose for a name, or for a pattern (``key``) that it matches.
 
@@ -358,20 +304,3 @@ def _chosen(
     if text not in parsed:
         parsed[text] = Layout(mesh, text)
     return parsed[text]
-
-
-def _dtypes(
-    outlines: Mapping[str, Outline], request: str | Mapping[str, str] | None
-) -> dict[str, str]:
-    """The dtype of every output tensor; optimizer states are cast only by name."""
-    found = {name: outline.dtype for name, outline in outlines.items()}
-    if isinstance(request, str):
-        parameters = Parameters({name: outline.shape for name, outline in outlines.items()})
-        floats = [name for name, dtype in found.items() if dtype in FLOATS]
-        found |= {name: request for name in floats if not parameters.is_state(name)}
-    elif request is not None:
-        for name, key in _overrides("dtype", request, outlines).items():
-            found[name] = found[name] if key is None else canonical_dtype(request[key])
-    for name, want in found.items():
-        check_cast(outlines[name].dtype, want, f"tensor {quoted(name)}")
-    return found

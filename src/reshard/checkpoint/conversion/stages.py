@@ -11,31 +11,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.checkpoint.conversion.build import Builder, begin, check_outside_tensors
-from reshard.checkpoint.conversion.plan import ConversionPlan, plan_conversion
-from reshard.checkpoint.conversion.request import LayoutRequest, Request
+from reshard.checkpoint.conversion.build import Conversion
+from reshard.checkpoint.conversion.plan import plan_conversion
+from reshard.checkpoint.conversion.request import Request
 from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, read_catalog
-from reshard.checkpoint.integrity.checksums import SIDECAR, load_checksums
 from reshard.checkpoint.output import count_tensor_files
 from reshard.checkpoint.publish.journal import ALONE, Team
 from reshard.checkpoint.publish.workplace import free_bytes
-from reshard.checkpoint.storage.local import Storage
-from reshard.checkpoint.storage.output_files import MAX_COPY, named
-from reshard.checkpoint.transfer.windows import Budget, Buffers, collector_paused
-from reshard.errors import (
-    CheckpointError,
-    DamageError,
-    MemoryCapError,
-    TargetError,
-    UnfinishedError,
-    UnsupportedError,
-)
-from reshard.text import Report, count, format_bytes, log, name_list, parse_bytes
+from reshard.checkpoint.transfer.windows import collector_paused
+from reshard.text import Report, count, format_bytes, log, name_list
 
 if TYPE_CHECKING:
     from reshard.layout.layout import Layout
@@ -167,178 +155,59 @@ def convert(
     these hold replicas, give ``Rules.load(..., replicate=axes)``.
     """
     request = Request(**locals())
-    wanted = LayoutRequest.of(request)
     with open_storage(request.src) as storage:
         with collector_paused():
             known = as_rules(source_rules, storage)
             catalog = read_catalog(storage, known, as_mesh(source_mesh))
-            plan = plan_conversion(request, wanted, catalog, storage)
+            plan = plan_conversion(request, catalog, storage)
         began = time.monotonic()
-        conversion = _Conversion(request, plan, storage)
+        conversion = Conversion(request, plan, storage)
         if dry_run:
             conversion.check()
         else:
             conversion.run()
-        report = conversion.report(None if dry_run else time.monotonic() - began)
+        report = _report(request, conversion, None if dry_run else time.monotonic() - began)
     log.info("convert %s: %s", src, str(report).partition("\n")[0])
     return report
 
 
-class _Conversion:
-    """A conversion that was planned."""
-
-    def __init__(self, request: Request, plan: ConversionPlan, storage: Storage) -> None:
-        self.request, self.plan, self.storage = request, plan, storage
-        self.place, self.budget = request.place(), request.budget(storage)
-        self.identity = plan.identity(request.checksums)
-        self.builder: Builder | None = None
-        """What writes the output, unless an earlier run has."""
-        self.kept: tuple[str, ...] = ()
-        """Names of other files at the destination."""
-
-    def check(self) -> None:
-        """What a dry run does: refuse a destination that cannot be written."""
-        self.kept = self.request.check_destination(self.place, self.plan.paths)
-        if self.request.remote is None:
-            self.place.check_writable()
-
-    def run(self) -> None:
-        """Write and publish the output."""
-        request, place, team = self.request, self.place, self.request.team
-        if request.remote is not None and team.size > 1:
-            raise CheckpointError(
-                f"{request.dst} is written by one process: start it once, or give --no-ranks"
-            )
-        if team.leads:
-            place.settle()
-        if request.resume and self._is_complete():
-            return
-        sums = load_checksums(self.storage) if request.checksums else None
-        if sums is not None and team.leads:
-            check_outside_tensors(self.storage, self.plan.catalog, sums, self.budget.workers)
-        builder = Builder(request, self.plan, self.storage, place, self.budget, sums)
-        with ExitStack() as stack:
-            if team.leads:
-                request.check_destination(place, self.plan.paths)
-                place.enter()
-                stack.callback(place.leave)
-                team.forget(place)
-            self._agree_on_budget()
-            builder.budget = self.budget
-            stack.callback(builder.target.close)
-            self._build(builder)
-        self.builder = builder
-
-    def _agree_on_budget(self) -> None:
-        """Use the window size that all ranks, and all runs of one conversion, share."""
-        request, plan = self.request, self.plan
-        if request.team.leads:
-            window = begin(self.place, plan, request, self.budget)
-        else:
-            window = request.team.wait_for_leader(self.place, plan.fingerprint)
-        total, each = parse_bytes(request.memory), worker_bytes(window, plan.casts)
-        if each > total:
-            raise MemoryCapError(
-                f"the conversion was begun with windows of {window} bytes, for which {total} bytes "
-                f"of memory are too few: give --memory {each}"
-            )
-        self.budget = Budget(min(self.budget.workers, total // each), window)
-
-    def _build(self, builder: Builder) -> None:
-        """Prepare, copy, seal, publish; rank 0 does the first and the last two.
-
-        The other ranks learn of a failure.
-        """
-        team, place = self.request.team, self.place
-        try:
-            with named(place.folder):
-                if team.leads:
-                    builder.prepare()
-                builder.copy()
-                if not team.leads:
-                    team.wait_for_publish(place)
-                    return
-                if team.size > 1:
-                    team.wait_for_all(place, builder.num_chunks)
-                builder.seal()
-                self._publish()
-        except BaseException as error:
-            team.note_failure(place, error)
-            match error:
-                case DamageError() | UnsupportedError() if team.size == 1:
-                    place.discard()  # a source that cannot be read leaves nothing to resume
-                case TargetError() | UnfinishedError() | DamageError() | UnsupportedError():
-                    pass
-                case OSError():  # which every CheckpointError is
-                    kept = f"{error}; what was written is kept for --resume"
-                    raise UnfinishedError(kept) from error
-            raise
-
-    def _publish(self) -> None:
-        """Move the output to its destination."""
-        place, remote, paths = self.place, self.request.remote, self.plan.paths
-        if remote is None:
-            self.kept = place.publish(self.request.overwrite, paths)
-            return
-        sidecar = [SIDECAR] if (place.data / SIDECAR).exists() else []
-        remote.upload(place.data, [*paths, *sidecar], self.identity)
-        place.finish()
-
-    def _is_complete(self) -> bool:
-        """Whether the destination is the result of this very request, from an earlier run."""
-        place, remote = self.place, self.request.remote
-        if remote is not None:
-            is_result = remote.is_result(self.identity)
-        else:
-            is_result = place.is_result(self.identity, self.plan.output.files)
-        if is_result and self.request.team.leads and place.folder.exists():
-            place.enter()
-            found = place.request()
-            if found is None or found.get("fingerprint") == self.plan.fingerprint:
-                place.discard()
-            place.leave()
-        return is_result
-
-    def report(self, seconds: float | None) -> ConvertReport:
-        """The figures of what was done, or would be."""
-        request, plan, builder = self.request, self.plan, self.builder
-        output, others, transfers = plan.output, plan.others, plan.transfers
-        unique_bytes = sum(transfer.source_bytes for transfer in transfers)
-        to_read = unique_bytes + sum(copy.source.size for copy in output.objects)
-        to_read += sum(file.size for file, _ in others)
+def _report(request: Request, conversion: Conversion, seconds: float | None) -> ConvertReport:
+    plan, budget, has_built = conversion.plan, conversion.budget, conversion.has_built
+    output, others, transfers = plan.output, plan.others, plan.transfers
+    unique_bytes = sum(transfer.source_bytes for transfer in transfers)
+    bytes_read = bytes_written = 0
+    if request.dry_run:
+        bytes_read = unique_bytes + sum(copy.source.size for copy in output.objects)
+        bytes_read += sum(file.size for file, _ in others)
         if request.compare_replicas:
-            to_read += sum(int(t.replicas.num_bytes.sum()) for t in transfers if len(t.replicas))
-        resumed = builder.resumed_bytes if builder else 0
-        team = ALONE if request.dry_run else request.team
-        return ConvertReport(
-            source=request.src,
-            target=request.dst,
-            format=plan.format,
-            dry_run=request.dry_run,
-            num_tensors=len(transfers),
-            num_files=count_tensor_files(output.files[: len(output.files) - len(others)]),
-            num_others=len(others),
-            unique_bytes=unique_bytes,
-            bytes_read=to_read if request.dry_run else builder.source.num_bytes if builder else 0,
-            bytes_written=output.num_bytes - resumed if request.dry_run or builder else 0,
-            bytes_resumed=resumed,
-            memory=self.budget.workers * worker_bytes(self.budget.window, plan.casts),
-            workers=self.budget.workers,
-            disk_needed=output.num_bytes,
-            disk_free=free_bytes(self.place.folder.parent),
-            seconds=seconds,
-            checksums=request.checksums,
-            was_complete=builder is None and not request.dry_run,
-            left_out=output.left_out,
-            left_alone=self.kept,
-            notes=(*plan.notes, *plan.catalog.notes),
-            rank=team.rank,
-            num_ranks=team.size,
-        )
-
-
-def worker_bytes(window: int, casts: bool) -> int:
-    """The memory of one worker: its buffers, a server's reply, and what hashes, casts and writes
-    need."""
-    own = window // 2 + min(window, 2 << 20) + min(window, MAX_COPY)
-    return Buffers.size_of(window, casts) + window + own
+            bytes_read += sum(int(t.replicas.num_bytes.sum()) for t in transfers)
+        bytes_written = output.num_bytes
+    elif has_built:
+        bytes_read = conversion.source.num_bytes
+        bytes_written = output.num_bytes - conversion.resumed_bytes
+    team = ALONE if request.dry_run else request.team
+    return ConvertReport(
+        source=request.src,
+        target=request.dst,
+        format=plan.format,
+        dry_run=request.dry_run,
+        num_tensors=len(transfers),
+        num_files=count_tensor_files(output.files[: len(output.files) - len(others)]),
+        num_others=len(others),
+        unique_bytes=unique_bytes,
+        bytes_read=bytes_read,
+        bytes_written=bytes_written,
+        bytes_resumed=conversion.resumed_bytes,
+        memory=budget.workers * conversion.worker_bytes(budget.window),
+        workers=budget.workers,
+        disk_needed=output.num_bytes,
+        disk_free=free_bytes(conversion.place.folder.parent),
+        seconds=seconds,
+        checksums=request.checksums,
+        was_complete=not has_built and not request.dry_run,
+        left_out=output.left_out,
+        left_alone=conversion.kept,
+        notes=(*plan.notes, *plan.catalog.notes),
+        rank=team.rank,
+        num_ranks=team.size,
+    )

@@ -18,7 +18,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -31,7 +31,7 @@ import torch
 from reshard.checkpoint.catalog import StoredPiece
 from reshard.checkpoint.live.entries import View, bytes_of, part_of
 from reshard.checkpoint.piece_table import slabs
-from reshard.checkpoint.storage.local import LocalStorage, OpenFile
+from reshard.checkpoint.storage.local import LocalStorage
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.checkpoint.transfer.windows import Source, in_order
 from reshard.dtypes import itemsize
@@ -42,7 +42,7 @@ from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.words import axes_of, is_mixed
 
 __all__ = [
-    "DirectReader", "MappedFiles", "ReadAhead", "ReadRequest", "is_partition", "split_requests",
+    "MappedFiles", "ReadAhead", "ReadRequest", "is_partition", "read_direct", "split_requests",
 ]  # fmt: skip
 
 STAGED = 16 << 20
@@ -115,27 +115,27 @@ def split_requests(
     shared: dict[str, ReadRequest] = {}
     disjoint_boxes = cache(_disjoint_boxes)
     for name, request in requests.items():
-        boxes: tuple[Box, ...] | None = ()
-        if not (maps and is_partition(request.layout)):  # else boxes are not looked at
-            boxes = disjoint_boxes(request.layout, request.transfer.shape)
-        (own if _is_own(request, boxes, maps) else shared)[name] = request
+        transfer, layout = request.transfer, request.layout
+        is_own = not request.is_whole and not len(transfer.replicas)  # nothing to compare first
+        if is_own and not (maps and is_partition(layout)):  # else boxes are not looked at
+            boxes = disjoint_boxes(layout, transfer.shape)
+            is_own = boxes is not None and (maps or _are_runs(boxes, transfer))
+        (own if is_own else shared)[name] = request
     return own, shared
 
 
-def _is_own(request: ReadRequest, boxes: tuple[Box, ...] | None, maps: bool) -> bool:
-    """Whether no two ranks need the same element, and nothing is to be compared first."""
-    if request.is_whole or len(request.transfer.replicas) or boxes is None:
-        return False
-    pieces = request.transfer.source.pieces
-    return maps or all(
-        replace(piece, box=box & piece.box).is_contiguous for box in boxes for piece in pieces()
-    )
-
-
 def _disjoint_boxes(layout: Layout, shape: tuple[int, ...]) -> tuple[Box, ...] | None:
-    """The boxes of a layout, or None if a box has several holders."""
+    """The boxes of a layout, or None if two ranks need the same element."""
     is_disjoint = (np.diff(listed_of(layout, shape).first) == 1).all()
     return tuple(_boxes_of(layout, shape)) if is_disjoint else None
+
+
+def _are_runs(boxes: Iterable[Box], transfer: Transfer) -> bool:
+    """Whether the common boxes with all stored pieces are runs of bytes in their files."""
+    pieces = [*transfer.source.pieces()]
+    return all(
+        replace(piece, box=box & piece.box).is_contiguous for box in boxes for piece in pieces
+    )
 
 
 def _boxes_of(layout: Layout, shape: tuple[int, ...]) -> Iterator[Box]:
@@ -151,22 +151,18 @@ class _Task(NamedTuple):
     into: torch.Tensor
     dtype: str
 
-    def part(self, box: Box, into: torch.Tensor) -> _Task:
-        """The task of reading a box of the piece."""
-        piece = self.piece
-        steps = zip(box.start, piece.box.start, piece.strides, strict=True)
-        first = sum((low - start) * stride for low, start, stride in steps)
-        offset = piece.offset + first * itemsize(self.dtype)
-        return _Task(StoredPiece(box, piece.file, offset, piece.strides), into, self.dtype)
-
     def split(self, num_bytes: int) -> Iterator[_Task]:
         """The task in parts of at most this many bytes."""
-        whole, most = self.piece.box, max(num_bytes // itemsize(self.dtype), 1)
+        piece, size = self.piece, itemsize(self.dtype)
+        whole, most = piece.box, max(num_bytes // size, 1)
         if whole.size <= most:
             yield self
             return
         for box in slabs(whole, most):
-            yield self.part(box, part_of((whole, self.into), box))
+            steps = zip(box.start, whole.start, piece.strides, strict=True)
+            first = sum((low - start) * stride for low, start, stride in steps)
+            part = StoredPiece(box, piece.file, piece.offset + first * size, piece.strides)
+            yield _Task(part, part_of((whole, self.into), box), self.dtype)
 
 
 class ReadAhead:
@@ -237,7 +233,6 @@ class ReadAhead:
                 os.close(opened)
 
     def close(self) -> None:
-        """End the thread."""
         self._over = True
         self._moved.set()
         if self._blocks:
@@ -253,7 +248,6 @@ class MappedFiles:
         self._lock = threading.Lock()
 
     def copy(self, path: str, task: _Task) -> None:
-        """Copy a box out of a file."""
         start, stop = task.piece.span(task.dtype)
         self._ahead.reach(task)
         with self._storage.using(path) as file:
@@ -262,7 +256,13 @@ class MappedFiles:
                     f"{self._storage.where(path)}: bytes {start} to {stop} are needed "
                     f"and the file has {file.size}: it is truncated"
                 )
-            pages = self._pages(path, file)
+            with self._lock:
+                pages = self._maps.get(path)
+                if pages is None:
+                    # private and writable only so that torch takes the array without a warning
+                    access = {"flags": mmap.MAP_PRIVATE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
+                    pages = mmap.mmap(file.descriptor, file.size, **access)
+                    self._maps[path] = pages
         width = itemsize(task.dtype)
         strides = [stride * width for stride in task.piece.strides]
         stored: Array = np.ndarray(task.piece.box.shape, _CELLS[width], pages, start, strides)
@@ -273,89 +273,58 @@ class MappedFiles:
         first = start - start % mmap.PAGESIZE
         pages.madvise(mmap.MADV_DONTNEED, first, stop - first)
 
-    def _pages(self, path: str, file: OpenFile) -> mmap.mmap:
-        with self._lock:
-            if path not in self._maps:
-                # private and writable only so that torch takes the array without a warning
-                access = mmap.PROT_READ | mmap.PROT_WRITE
-                self._maps[path] = mmap.mmap(
-                    file.descriptor, file.size, flags=mmap.MAP_PRIVATE, prot=access
-                )
-            return self._maps[path]
-
     def close(self) -> None:
-        """Unmap all files."""
         self._ahead.close()
         for pages in self._maps.values():
             with suppress(BufferError):  # an error that is being raised still refers to an array
                 pages.close()
 
 
-@dataclass(frozen=True, slots=True)
-class DirectReader:
-    """Reads the boxes of one rank into its tensors."""
-
-    source: Source
-    workers: int
-    """Threads; 1 reads in the calling thread."""
-    place: tuple[int, int]
-    """This rank's number among the ranks of its host, and how many these are."""
-
-    @classmethod
-    def of(cls, source: Source, num_cores: int, place: tuple[int, int]) -> DirectReader:
-        """The reader of one of the ranks of a host; remote storage gets more threads."""
-        share = num_cores // place[1] if source.storage.is_local else MOST_WORKERS
-        return cls(source, max(min(share, MOST_WORKERS), 1), place)
-
-    def read(
-        self, requests: Mapping[str, ReadRequest], views: Mapping[str, Sequence[View]]
-    ) -> None:
-        """Read this rank's part of these tensors."""
-        tasks = sorted(
-            self._tasks(requests, views), key=lambda task: (task.piece.file, task.piece.offset)
-        )
-        storage = self.source.storage
-        if not isinstance(storage, LocalStorage):
-            self._read_all(tasks, None)
-            return
-        split = [task for task in tasks if not task.piece.is_contiguous]
-        with closing(MappedFiles(storage, ReadAhead(self.source, split, self.place))) as mapped:
-            self._read_all(tasks, mapped)
-
-    def _read_all(self, tasks: Sequence[_Task], mapped: MappedFiles | None) -> None:
-        if self.workers == 1:
+def read_direct(
+    source: Source,
+    requests: Mapping[str, ReadRequest],
+    views: Mapping[str, Sequence[View]],
+    place: tuple[int, int],
+) -> None:
+    """Read this rank's part of these tensors; ``place`` as in `ReadAhead`."""
+    tasks = [
+        _Task(piece, part_of(view, piece.box), request.transfer.have)
+        for name, request in requests.items()
+        for view in views.get(name, ())
+        for piece in request.transfer.source.within(view[0]).pieces()
+    ]
+    tasks.sort(key=lambda task: (task.piece.file, task.piece.offset))
+    # Remote storage gets more threads, which mostly wait.
+    share = (os.cpu_count() or 1) // place[1] if source.storage.is_local else MOST_WORKERS
+    workers = max(min(share, MOST_WORKERS), 1)
+    with ExitStack() as stack:
+        mapped = None
+        if isinstance(source.storage, LocalStorage):
+            split = [task for task in tasks if not task.piece.is_contiguous]
+            ahead = ReadAhead(source, split, place)
+            mapped = stack.enter_context(closing(MappedFiles(source.storage, ahead)))
+        if workers == 1:  # in the calling thread
             for task in tasks:
-                self._read(task, mapped)
+                _read(source, task, mapped)
             return
         parts = [part for task in tasks for part in task.split(LONGEST)]
-        for _ in in_order(lambda task, _: self._read(task, mapped), parts, self.workers):
+        for _ in in_order(lambda task, _: _read(source, task, mapped), parts, workers):
             pass
 
-    def _tasks(
-        self, requests: Mapping[str, ReadRequest], views: Mapping[str, Sequence[View]]
-    ) -> Iterator[_Task]:
-        for name, request in requests.items():
-            mine = views.get(name, ())
-            for piece in request.transfer.source.pieces() if mine else ():
-                for view in mine:
-                    box = view[0] & piece.box
-                    if box.size:
-                        into = view[1] if box == view[0] else part_of(view, box)
-                        yield _Task(piece, into, request.transfer.have).part(box, into)
 
-    def _read(self, task: _Task, mapped: MappedFiles | None) -> None:
-        kind: torch.dtype = getattr(torch, task.dtype)
-        here = task.into.device.type == "cpu" and task.into.dtype == kind
-        if here and task.into.is_contiguous() and task.piece.is_contiguous:
-            self.source.read_into(task.piece.file, task.piece.offset, bytes_of(task.into).data)
-        elif here and mapped is not None:
-            size = task.piece.num_bytes(task.dtype)
-            start, stop = task.piece.span(task.dtype)
-            for part in task.split(size * MAPPED // (stop - start)):
-                mapped.copy(self.source.name(task.piece.file), part)
-            self.source.count(size)
-        else:
-            for part in task.split(STAGED):
-                staged = torch.empty(part.piece.box.shape, dtype=kind, device="cpu")
-                self._read(part._replace(into=staged), mapped)
-                part.into.copy_(staged)
+def _read(source: Source, task: _Task, mapped: MappedFiles | None) -> None:
+    kind: torch.dtype = getattr(torch, task.dtype)
+    here = task.into.device.type == "cpu" and task.into.dtype == kind
+    if here and task.into.is_contiguous() and task.piece.is_contiguous:
+        source.read_into(task.piece.file, task.piece.offset, bytes_of(task.into).data)
+    elif here and mapped is not None:
+        size = task.piece.num_bytes(task.dtype)
+        start, stop = task.piece.span(task.dtype)
+        for part in task.split(size * MAPPED // (stop - start)):
+            mapped.copy(source.name(task.piece.file), part)
+        source.count(size)
+    else:
+        for part in task.split(STAGED):
+            staged = torch.empty(part.piece.box.shape, dtype=kind, device="cpu")
+            _read(source, part._replace(into=staged), mapped)
+            part.into.copy_(staged)

@@ -20,13 +20,7 @@ from reshard.checkpoint.catalog import Catalog, Crc, StoredPiece, StoredTensor
 from reshard.checkpoint.integrity.crcs import Crcs
 from reshard.checkpoint.storage.local import StoredFile
 from reshard.dtypes import check_cast
-from reshard.errors import (
-    CheckpointError,
-    DisagreementError,
-    NamesError,
-    ReshardError,
-    TensorError,
-)
+from reshard.errors import CheckpointError, DisagreementError, NamesError, ReshardError, TensorError
 from reshard.layout.box import Box, Piece
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.spec import TensorSpec
@@ -63,7 +57,6 @@ class Memory:
     """The tensors of a rank that share memory, as tied parameters do."""
 
     names: frozenset[str]
-    """All tensors of the rank."""
     groups: tuple[frozenset[str], ...]
     """Groups of two or more names for the same memory."""
     empty: frozenset[str]
@@ -74,14 +67,9 @@ class Memory:
         without = self.empty | ({one, two} - self.names)
         return {one, two} <= without or any({one, two} <= group for group in self.groups)
 
-    def to_data(self) -> list[list[Any]]:
-        """The groups and the empty tensors as plain data."""
-        return [[sorted(group) for group in self.groups], sorted(self.empty)]
-
     @classmethod
-    def from_data(cls, names: Iterable[str], data: Sequence[Any]) -> Memory:
-        """Read what ``to_data`` wrote."""
-        groups, empty = data
+    def of(cls, names: Iterable[str], groups: list[list[str]], empty: list[str]) -> Memory:
+        """The memory of a rank that has sent the result of ``Entries.shared_memory``."""
         return cls(frozenset(names), tuple(map(frozenset, groups)), frozenset(empty))
 
 
@@ -107,11 +95,10 @@ class Entries:
         return {name: _held(name, tensor) for name, tensor in self.tensors.items()}
 
     def specs(self) -> dict[str, TensorSpec]:
-        """The spec of every tensor."""
         return {name: held.spec for name, held in self.held.items()}
 
-    def memory(self) -> Memory:
-        """The tensors that share all of their memory."""
+    def shared_memory(self) -> tuple[list[list[str]], list[str]]:
+        """Groups of tensors that share all of their memory, and tensors without an element."""
         groups: dict[tuple[Any, ...], list[str]] = {}
         empty = []
         for name, held in self.held.items():
@@ -121,8 +108,7 @@ class Entries:
                 groups.setdefault(key, []).append(name)
             else:
                 empty.append(name)
-        tied = tuple(frozenset(group) for group in groups.values() if len(group) > 1)
-        return Memory(frozenset(self.tensors), tied, frozenset(empty))
+        return [group for group in groups.values() if len(group) > 1], empty
 
 
 def entries_of(state_dict: Mapping[Any, Any]) -> Entries:
@@ -198,13 +184,10 @@ class RankBoxes:
         self._pieces = cache(_pieces_of)
         self.of = cache(self._of)
 
-    def _of(self, layout: Layout, shape: tuple[int, ...]) -> dict[int, tuple[Box, ...]]:
+    def _of(self, layout: Layout, shape: tuple[int, ...]) -> dict[int, list[Box]]:
         """The boxes of every rank in ascending order, without ranks that have none."""
-        held = {
-            rank: tuple(sorted(piece.box for piece in self._pieces(layout, rank, shape)))
-            for rank in layout.ranks
-        }
-        return {rank: boxes for rank, boxes in held.items() if boxes}
+        pieces = {rank: self._pieces(layout, rank, shape) for rank in layout.ranks}
+        return {rank: sorted(piece.box for piece in some) for rank, some in pieces.items() if some}
 
     def views(self, held: Held, rank: int) -> list[View]:
         """The boxes that this rank holds in ascending order, and the memory of each.
@@ -223,12 +206,10 @@ class RankBoxes:
 
 
 def _pieces_of(layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[Piece, ...]:
-    """The pieces of one rank that are not empty."""
     return tuple(piece for piece in layout.pieces(rank, shape) if piece.box.size)
 
 
 def part_of(view: View, box: Box) -> torch.Tensor:
-    """The part of a view that is in a box."""
     outer, tensor = view
     return box_view(tensor, outer, box)
 
@@ -249,7 +230,6 @@ class CatalogSummary:
     """The digests of tensors in the checksums of the checkpoint."""
 
     def about(self, names: Collection[str]) -> CatalogSummary:
-        """The summary of these tensors only."""
         catalog = self.catalog
         wanted = {name: one for name, one in catalog.tensors.items() if name in names}
         crcs: Sequence[Crc] = ()
@@ -270,12 +250,15 @@ class CatalogSummary:
         return replace(self, catalog=replace(self.catalog, tensors=tensors))
 
     def to_data(self) -> dict[str, Any]:
-        """The summary as JSON data."""
+        tensors = []
+        for one in self.catalog.tensors.values():
+            rows = [[p.box.start, p.box.stop, p.file, p.offset, p.strides] for p in one.pieces]
+            tensors.append([one.name, one.shape, one.dtype, rows])
         return {
             "root": self.catalog.root,
             "format": self.catalog.format,
             "files": [[file.path, file.size] for file in self.catalog.files],
-            "tensors": [_tensor_data(tensor) for tensor in self.catalog.tensors.values()],
+            "tensors": tensors,
             "notes": list(self.catalog.notes),
             "digests": dict(self.digests),
             "crcs": [list(crc) for crc in self.catalog.crcs],
@@ -283,27 +266,17 @@ class CatalogSummary:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> CatalogSummary:
-        """Read what ``to_data`` wrote."""
         files = tuple(StoredFile(path, size) for path, size in data["files"])
-        tensors = {
-            name: StoredTensor(name, tuple(shape), dtype, tuple(_piece(*row) for row in rows))
-            for name, shape, dtype, rows in data["tensors"]
-        }
-        notes = tuple(data["notes"])
-        crcs = tuple(Crc(*one) for one in data["crcs"])
+        tensors = {}
+        for name, shape, dtype, rows in data["tensors"]:
+            pieces = (
+                StoredPiece(Box(tuple(start), tuple(stop)), file, offset, tuple(strides))
+                for start, stop, file, offset, strides in rows
+            )
+            tensors[name] = StoredTensor(name, tuple(shape), dtype, tuple(pieces))
+        notes, crcs = tuple(data["notes"]), tuple(Crc(*one) for one in data["crcs"])
         catalog = Catalog(data["root"], data["format"], files, tensors, crcs=crcs, notes=notes)
         return cls(catalog, digests=data["digests"])
-
-
-def _tensor_data(tensor: StoredTensor) -> list[Any]:
-    rows = [[p.box.start, p.box.stop, p.file, p.offset, p.strides] for p in tensor.pieces]
-    return [tensor.name, tensor.shape, tensor.dtype, rows]
-
-
-def _piece(
-    start: list[int], stop: list[int], file: int, offset: int, strides: list[int]
-) -> StoredPiece:
-    return StoredPiece(Box(tuple(start), tuple(stop)), file, offset, tuple(strides))
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,12 +301,11 @@ def match_tensors(
     cast: bool,
 ) -> Match:
     """What is loaded; names, shapes and dtypes that do not match raise errors."""
-    stored = summary.catalog.tensors
+    stored, root, unwanted = summary.catalog.tensors, summary.catalog.root, summary.unwanted
     chosen = {name: spec for name, spec in want.items() if name in stored}
     absent = [name for name in want if name not in stored]
-    tied = tuple(name for name in absent if _is_tied(name, chosen, memories))
-    missing = [name for name in absent if name not in set(tied)]
-    root, unwanted = summary.catalog.root, summary.unwanted
+    tied = [name for name in absent if _is_tied(name, chosen, memories)]
+    missing = [name for name in absent if name not in {*tied}]
     misspelt = dict(_misspelt(missing, unwanted))
     if missing and (strict or misspelt):
         raise _lacking(root, [*misspelt] if not strict else missing, misspelt, unwanted)
@@ -355,8 +327,8 @@ def match_tensors(
                     f"and differ in {root}: untie them, or leave one of them out"
                 )
             del chosen[other]
-    tied = (*tied, *(other for others in copies.values() for other in others))
-    return Match(chosen, tuple(sorted(missing)), tied, copies)
+            tied.append(other)
+    return Match(chosen, tuple(sorted(missing)), tuple(tied), copies)
 
 
 def _is_tied(name: str, chosen: Mapping[str, TensorSpec], memories: Mapping[int, Memory]) -> bool:

@@ -8,10 +8,9 @@ The ranks share the reading of the rest, and send each other what they have read
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch.autograd.graph import increment_version
 
+from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, read_catalog
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import Checksums, load_checksums
 from reshard.checkpoint.integrity.crcs import Crcs, Part, crcs_of
-from reshard.checkpoint.live.direct_reads import DirectReader, ReadRequest, split_requests
+from reshard.checkpoint.live.direct_reads import ReadRequest, read_direct, split_requests
 from reshard.checkpoint.live.entries import (
     CatalogSummary,
     Entries,
@@ -45,6 +45,7 @@ from reshard.checkpoint.live.shared_reads import (
     read_small,
 )
 from reshard.checkpoint.publish.journal import boot_id
+from reshard.checkpoint.storage.local import Storage
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.checkpoint.transfer.windows import Source
 from reshard.errors import CheckpointError, MemoryCapError, ReshardError, TensorError
@@ -150,22 +151,16 @@ def load(
                "compare_replicas": compare_replicas, "memory": str(memory)}  # fmt: skip
     began = time.monotonic()
     agreement = Agreement(group, "loading a checkpoint", timeout, CheckpointError)
+
+    def catalog_of(storage: Storage) -> Catalog:
+        return read_catalog(storage, as_rules(rules, storage), as_mesh(mesh))
+
     with ExitStack() as stack:
-        loading = _Loading(agreement, options, stack, into, rules, mesh)
+        loading = _Loading(agreement, options, stack, into, catalog_of)
         loading.read()
     report = loading.report(time.monotonic() - began)
     log.info("load %s: %s", path, str(report).partition("\n")[0])
     return report
-
-
-def _share_of(memory: int | str) -> int:
-    total = parse_bytes(memory)
-    if total < SMALLEST_MEMORY:
-        raise MemoryCapError(
-            f"{format_bytes(total)} of memory is too little to load a checkpoint: "
-            f"give at least {format_bytes(SMALLEST_MEMORY)}"
-        )
-    return total // 2
 
 
 def _check_memory(entries: Entries, names: Collection[str], rank: int) -> None:
@@ -179,14 +174,6 @@ def _check_memory(entries: Entries, names: Collection[str], rank: int) -> None:
     check_overlaps(dict(enumerate(parts.values())), ({}, parts), rank)
 
 
-def _has_overlaps(entries: Entries, rank: int) -> bool:
-    try:
-        _check_memory(entries, entries.tensors, rank)
-    except TensorError:
-        return True
-    return False
-
-
 class _Loading:
     """A load in progress."""
 
@@ -196,8 +183,7 @@ class _Loading:
         options: Mapping[str, Any],
         stack: ExitStack,
         into: Mapping[Any, Any],
-        rules: Rules | str | Path | None,
-        mesh: Mesh | str | None,
+        catalog_of: Callable[[Storage], Catalog],
     ) -> None:
         """Match the tensors of all ranks with the checkpoint; the stack closes its files.
 
@@ -206,12 +192,10 @@ class _Loading:
         """
         self.agreement, self.options = agreement, options
         self.checksums: Checksums | None = None  # the first rank has them
-        answers = agreement.run(lambda: self._describe(stack, into, rules, mesh))
+        answers = agreement.run(lambda: self._describe(stack, into, catalog_of))
         agreement.check_gathered({rank: one[1] for rank, one in answers.items()})
         described = specs_from_texts({rank: one[0] for rank, one in answers.items()})
-        memories = {
-            rank: Memory.from_data(described[rank], one[2]) for rank, one in answers.items()
-        }
+        memories = {rank: Memory.of(described[rank], *one[2]) for rank, one in answers.items()}
         self.hosts = [one[3] for one in answers.values()]
         specs = merge_specs(described)
         found = CatalogSummary.from_data(answers[agreement.ranks[0]][4]).about(specs)
@@ -226,8 +210,7 @@ class _Loading:
         catalog, digests = self.summary.catalog, self.summary.digests
         crcs = Crcs(catalog.crcs)
         self.records = CrcRecords(crcs, self.requests)
-        known = crcs if len(crcs) else None
-        self.source = Source(self.storage, catalog, self.checksums, crcs=known)
+        self.source = Source(self.storage, catalog, self.checksums, crcs=crcs)
         held, share = self.entries.held, parse_bytes(options["memory"]) // 4
         self.shared = SharedReads(self.source, self.requests, digests, agreement, held, share)
         self.bytes_read = 0
@@ -235,14 +218,14 @@ class _Loading:
         self._done = 0
 
     def _describe(
-        self,
-        stack: ExitStack,
-        into: Mapping[Any, Any],
-        rules: Rules | str | Path | None,
-        mesh: Mesh | str | None,
+        self, stack: ExitStack, into: Mapping[Any, Any], catalog_of: Callable[[Storage], Catalog]
     ) -> list[Any]:
         """What this rank tells the others; the first rank also what the checkpoint holds."""
-        _share_of(self.options["memory"])
+        if (total := parse_bytes(self.options["memory"])) < SMALLEST_MEMORY:
+            raise MemoryCapError(
+                f"{format_bytes(total)} of memory is too little to load a checkpoint: "
+                f"give at least {format_bytes(SMALLEST_MEMORY)}"
+            )
         strict = self.options["strict"]
         if strict not in (True, False, "exact"):
             raise CheckpointError(
@@ -251,18 +234,21 @@ class _Loading:
         self.entries = entries_of(into)
         text = specs_to_text(self.entries.specs())
         self.storage = stack.enter_context(open_storage(self.options["path"]))
-        found = self._survey(rules, mesh) if self.agreement.is_first else None
-        memory, overlaps = self.entries.memory(), _has_overlaps(self.entries, self.agreement.rank)
-        return [text, self.options, memory.to_data(), boot_id(), found, overlaps]
-
-    def _survey(self, rules: Rules | str | Path | None, mesh: Mesh | str | None) -> dict[str, Any]:
-        """What the first rank finds in the checkpoint; it keeps the checksums."""
-        check, storage = self.options["check"], self.storage
-        self.checksums = sums = load_checksums(storage) if check else None
-        catalog = read_catalog(storage, as_rules(rules, storage), as_mesh(mesh))
-        crcs = crcs_of(storage, replace(catalog, objects={}), sums) if check else ()
-        digests = sums.digests if sums else {}
-        return CatalogSummary(replace(catalog, crcs=crcs), (), digests).to_data()
+        found = None
+        if self.agreement.is_first:  # it keeps the checksums
+            check, storage = self.options["check"], self.storage
+            self.checksums = sums = load_checksums(storage) if check else None
+            catalog = catalog_of(storage)
+            crcs = crcs_of(storage, replace(catalog, objects={}), sums) if check else ()
+            digests = sums.digests if sums else {}
+            found = CatalogSummary(replace(catalog, crcs=crcs), (), digests).to_data()
+        has_overlaps = False
+        try:
+            _check_memory(self.entries, self.entries.tensors, self.agreement.rank)
+        except TensorError:
+            has_overlaps = True
+        memory = self.entries.shared_memory()
+        return [text, self.options, memory, boot_id(), found, has_overlaps]
 
     def _request(self, name: str, spec: TensorSpec) -> ReadRequest:
         catalog, has_digest = self.summary.catalog, name in self.summary.digests
@@ -272,37 +258,29 @@ class _Loading:
         return ReadRequest(transfer, spec.layout, is_whole=has_digest or bool(catalog.crcs))
 
     def read(self) -> None:
-        """Read everything into the tensors."""
-        self._count_versions()
+        # Let autograd know of the changes: reads into memory and moves do not count as one.
+        held, tensors = self.entries.held, self.entries.tensors
+        names = tensors.keys() & {*self.match.chosen, *self.match.tied}
+        changed = (one for name in names for one in (tensors[name], *held[name].parts))
+        increment_version([one for one in changed if not one.is_inference()])
         maps = self.storage.is_local and len(set(self.hosts)) == 1
         own, shared = split_requests(self.requests, maps)
         small, large = (shared, {}) if are_small(shared) else ({}, shared)
-        self._read_own(own, small)
+        if own or small:
+            self._read_own(own, small)
         ranks = self.agreement.ranks
-        limits = Limits.of(_share_of(self.options["memory"]), len(ranks))
+        limits = Limits.of(parse_bytes(self.options["memory"]) // 2, len(ranks))
         for batch in batches_of(large, ranks, limits):
             self._read_batch(batch)
 
-    def _count_versions(self) -> None:
-        """Let autograd know of the changes: reads into memory and moves do not count as one."""
-        entries = self.entries
-        names = entries.tensors.keys() & {*self.match.chosen, *self.match.tied}
-        changed = (
-            one for name in names for one in (entries.tensors[name], *entries.held[name].parts)
-        )
-        increment_version([one for one in changed if not one.is_inference()])
-
     def _read_own(self, own: Mapping[str, ReadRequest], small: Mapping[str, ReadRequest]) -> None:
         """Read what only this rank needs into its tensors, and small tensors for all ranks."""
-        if not own and not small:
-            return
         hosts = zip(self.agreement.ranks, self.hosts, strict=True)
         here = [rank for rank, host in hosts if host == boot_id()]
         place = here.index(self.agreement.rank), len(here)
-        direct = DirectReader.of(self.source, os.cpu_count() or 1, place)
 
         def read() -> list[Any]:
-            direct.read(own, self.shared.views)
+            read_direct(self.source, own, self.shared.views, place)
             text = read_small(small, self.source) if small and self.agreement.is_first else ""
             return [self.source.num_bytes, text]
 
@@ -355,10 +333,8 @@ class _Loading:
             transfer = self.requests[name].transfer
             found = digest.finish(value, transfer.shape, transfer.have)
             if expected is not None and found != expected:
-                self.agreement.run_on_first(partial(self._blame, transfer, found, expected))
-
-    def _blame(self, transfer: Transfer, found: str, expected: str) -> None:
-        raise self.source.digest_damage(transfer, found, expected)
+                blame = partial(self.source.blame_digest, transfer, found, expected)
+                self.agreement.run_on_first(blame)
 
     def _check_crcs(self, batch: Batch, parts: list[list[Part]]) -> int:
         """Compare the CRC-32 records that are complete now; the first rank reads their gaps.
@@ -377,7 +353,6 @@ class _Loading:
         return int(self.agreement.run_on_first(compare)) if ready else 0
 
     def report(self, seconds: float) -> LoadReport:
-        """The report of the finished load."""
         catalog, match = self.summary.catalog, self.match
         return LoadReport(
             source=catalog.root,

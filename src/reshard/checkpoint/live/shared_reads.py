@@ -31,12 +31,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from reshard.checkpoint.catalog import StoredTensor
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.crcs import Crcs, Part
 from reshard.checkpoint.live.direct_reads import ReadRequest
 from reshard.checkpoint.live.entries import Held, RankBoxes, View, part_of
-from reshard.checkpoint.piece_table import PieceTable, slabs
-from reshard.checkpoint.transfer.packing import Pack, Packed
+from reshard.checkpoint.piece_table import slabs
+from reshard.checkpoint.transfer.packing import Pack
 from reshard.checkpoint.transfer.windows import (
     Buffers,
     Source,
@@ -128,13 +129,13 @@ def batches_of(
         size = itemsize(requests[name].transfer.have)
         for window in requests[name].windows(limits.batch):
             if windows and total + window.size * size > limits.batch:
-                yield _batch(windows, finished, requests, ranks, limits)
+                yield Batch(_shares(windows, total, requests, ranks, limits), tuple(finished))
                 windows, finished, total = [], [], 0
             windows.append((name, window))
             total += window.size * size
         finished.append(name)
     if windows or finished:
-        yield _batch(windows, finished, requests, ranks, limits)
+        yield Batch(_shares(windows, total, requests, ranks, limits), tuple(finished))
 
 
 def _place(request: ReadRequest) -> tuple[int, int, str]:
@@ -145,14 +146,13 @@ def _place(request: ReadRequest) -> tuple[int, int, str]:
     return int(source.files[first]), int(source.offsets[first]), request.transfer.name
 
 
-def _batch(
+def _shares(
     windows: Sequence[tuple[str, Box]],
-    finished: Sequence[str],
+    total: int,
     requests: Mapping[str, ReadRequest],
     ranks: Sequence[int],
     limits: Limits,
-) -> Batch:
-    total = sum(window.size * itemsize(requests[name].transfer.have) for name, window in windows)
+) -> tuple[Share, ...]:
     limit = min(limits.cell, max(total // len(ranks) // 8, SMALLEST_CELL))
     fair = min(total / len(ranks) * (1 + SLACK), limits.share - limits.cell)
     readers = LeastLoaded(ranks)
@@ -164,10 +164,10 @@ def _batch(
             reader = readers.choose(candidates.tolist(), box.size * size, fair)
             boxes.setdefault(reader, []).append(box)
         shares.append(Share(name, window, boxes))
-    return Batch(tuple(shares), tuple(finished))
+    return tuple(shares)
 
 
-def _cells(request: ReadRequest, window: Box, limit: int) -> list[tuple[Box, Ints]]:
+def _cells(request: ReadRequest, window: Box, limit: int) -> Iterator[tuple[Box, Ints]]:
     """The cells of a window, each with the ranks that need it."""
     size = itemsize(request.transfer.have)
     listed = listed_of(request.layout, request.transfer.shape)
@@ -177,37 +177,20 @@ def _cells(request: ReadRequest, window: Box, limit: int) -> list[tuple[Box, Int
     stops = np.minimum(parts.stops[mine], listed.stops[others])
     parted = parts.clipped(mine, starts, stops)
     first = np.searchsorted(mine, np.arange(len(parts) + 1))
-    found = []
-    for row in range(len(parts)):
+    for row, num_bytes in enumerate(parts.num_bytes.tolist()):
         rows = range(int(first[row]), int(first[row + 1]))
-        if _is_split(parted, rows, int(parts.num_bytes[row])):
+        some = slice(rows.start, rows.stop)
+        # A piece is read by the boxes of the ranks if they are long runs, and all of it.
+        is_worth = len(rows) == 1 or 0 < WORTH_SPLITTING * len(rows) <= num_bytes
+        is_all = int(parted.num_bytes[some].sum()) == num_bytes
+        if is_worth and is_all and parted.is_run[some].all():
             chosen = [(parted.box(at), listed.of(int(others[at]))) for at in rows]
         else:
             holders = [listed.of(int(others[at])) for at in rows]
-            chosen = [(parts.box(row), np.unique(np.concatenate([*holders, _NO_RANKS])))]
+            ranks = np.unique(np.concatenate([*holders, np.zeros(0, dtype=np.int64)]))
+            chosen = [(parts.box(row), ranks)]
         for box, ranks in chosen:
-            found += [(slab, ranks) for slab in slabs(box, max(limit // size, 1))]
-    return found
-
-
-_NO_RANKS = np.zeros(0, dtype=np.int64)
-
-
-def _is_split(parted: PieceTable, rows: range, num_bytes: int) -> bool:
-    """Whether a stored piece is read by the boxes of the ranks: in long runs, and all of it."""
-    sizes = parted.num_bytes[rows.start : rows.stop]
-    if not len(rows) or int(sizes.sum()) != num_bytes:
-        return False
-    worth = len(rows) == 1 or num_bytes >= WORTH_SPLITTING * len(rows)
-    return worth and bool(parted.is_run[rows.start : rows.stop].all())
-
-
-class _Place(Buffers):
-    """A part of a rank's memory as the buffer that a window is read into."""
-
-    def __init__(self, window: Array, scratch: Array) -> None:
-        self.window = self.cast = window
-        self.scratch, self.num_bytes = scratch, len(scratch)
+            yield from ((slab, ranks) for slab in slabs(box, max(limit // size, 1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,12 +202,8 @@ class ShareData:
     local: torch.Tensor
 
     def parts(self) -> list[View]:
-        """The boxes one by one."""
-        parts, at = [], 0
-        for box in self.boxes:
-            parts.append((box, self.local[at : at + box.size].view(box.shape)))
-            at += box.size
-        return parts
+        parts = torch.split(self.local, [box.size for box in self.boxes])
+        return [(box, part.view(box.shape)) for box, part in zip(self.boxes, parts, strict=True)]
 
 
 class SharedReads:
@@ -275,7 +254,8 @@ class SharedReads:
     def _read(self, task: tuple[ShareData, Box, torch.Tensor], scratch: Array) -> Array:
         one, box, part = task
         transfer = self._requests[one.share.name].transfer
-        place = _Place(part.reshape(-1).view(torch.uint8).numpy(), scratch)
+        window = part.reshape(-1).view(torch.uint8).numpy()
+        place = Buffers(len(scratch), window, scratch, window)
         array = fill(transfer, box, place, self._reads)
         if len(transfer.replicas):  # compared in parts that fit into the scratch buffer
             for some in slabs(box, len(scratch) // array.itemsize):
@@ -287,7 +267,7 @@ class SharedReads:
         """Write a batch into the tensors of all ranks."""
         if len(self._agreement.ranks) == 1:
             for one in read:
-                _copy(one, self.views.get(one.share.name, []))
+                _copy(one.parts(), self.views.get(one.share.name, ()))
             return
         have: dict[str, TensorSpec] = {}
         want: dict[str, TensorSpec] = {}
@@ -309,14 +289,8 @@ class SharedReads:
         if have:
             scatter = plan(have, want, memory=self._memory)
             self.bytes_moved += scatter.summary().wire_bytes
-            scatter.run(
-                given,
-                into=into,
-                group=self._agreement.group,
-                timeout=self._agreement.timeout,
-                progress=False,
-                sync=True,
-            )
+            group, timeout = self._agreement.group, self._agreement.timeout
+            scatter.run(given, into=into, group=group, timeout=timeout, progress=False, sync=True)
 
     def _readers(self, share: Share, is_first: bool) -> TensorSpec:
         """The boxes that ranks have read; the first tensor lists all ranks: each move has these."""
@@ -351,27 +325,18 @@ class CrcRecords:
 
     def __init__(self, crcs: Crcs, requests: Mapping[str, ReadRequest]) -> None:
         self.crcs = crcs
-        self._of = {name: self._touched(request) for name, request in requests.items()}
+        self._of: dict[str, set[int]] = {}
+        for name, request in requests.items() if len(crcs) else ():
+            transfer, found = request.transfer, self._of.setdefault(name, set())
+            for piece in (*transfer.source.pieces(), *transfer.replicas.pieces()):
+                found.update(crcs.touching(piece.file, *piece.span(transfer.have)))
         self._left = Counter(which for some in self._of.values() for which in some)
-
-    def _touched(self, request: ReadRequest) -> set[int]:
-        if not len(self.crcs):
-            return set()
-        found: set[int] = set()
-        for side in (request.transfer.source, request.transfer.replicas):
-            ends = (side.offsets + side.spans).tolist()
-            for span in zip(side.files.tolist(), side.offsets.tolist(), ends, strict=True):
-                found.update(self.crcs.touching(*span))
-        return found
 
     def finished(self, names: Iterable[str]) -> list[int]:
         """The records that are complete now that these tensors have been read."""
-        found = []
-        for name in names:
-            for which in self._of[name]:
-                self._left[which] -= 1
-                found += [] if self._left[which] else [which]
-        return sorted(found)
+        found = Counter(which for name in names for which in self._of.get(name, ()))
+        self._left -= found
+        return sorted(found.keys() - self._left.keys())
 
 
 def are_small(requests: Mapping[str, ReadRequest]) -> bool:
@@ -387,7 +352,7 @@ def are_small(requests: Mapping[str, ReadRequest]) -> bool:
 def read_small(requests: Mapping[str, ReadRequest], source: Source) -> str:
     """The bytes of small tensors, one after the other, in base64."""
     transfers = [request.transfer for request in requests.values()]
-    small = [Packed.of(t.shape, t.have, [*t.source.pieces()]) for t in transfers]
+    small = [StoredTensor(t.name, t.shape, t.have, tuple(t.source.pieces())) for t in transfers]
     pack = Pack.of(small, np.empty(sum(one.num_bytes for one in small), dtype=np.uint8))
     pack.read(np.empty(max(len(pack.buffer), 1), dtype=np.uint8), source)
     return b64encode(pack.buffer.data).decode()
@@ -404,13 +369,12 @@ def copy_small(
         at += transfer.source_bytes
         # A copy, because elements of a file need not be aligned to their size.
         part = data[start:at].clone().view(getattr(torch, transfer.have)).reshape(transfer.shape)
-        for view in views.get(name, ()):
-            view[1].copy_(part_of((Box.whole(transfer.shape), part), view[0]))
+        _copy([(Box.whole(transfer.shape), part)], views.get(name, ()))
 
 
-def _copy(one: ShareData, views: Sequence[View]) -> None:
-    """Copy what a single process has read into its own tensors."""
-    for box, part in one.parts():
+def _copy(parts: Iterable[View], views: Sequence[View]) -> None:
+    """Copy what was read into this rank's tensors."""
+    for box, part in parts:
         for view in views:
             common: Box = view[0] & box
             if common.size:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from reshard.checkpoint.integrity import digest
-from reshard.checkpoint.integrity.checksums import Sum, checksum, sums_of
+from reshard.checkpoint.integrity.checksums import checksum
 from reshard.checkpoint.live.entries import Held, RankBoxes, View, bytes_of, part_of
 from reshard.checkpoint.output import Output, OwnedBox, Wanted, owned_boxes
 from reshard.checkpoint.piece_table import slabs
@@ -51,22 +51,22 @@ _CELLS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 
 def digests_of(held: Mapping[str, Held], rank: int) -> dict[str, str]:
-    """The digest of every plain tensor of this rank: other ranks may hold it too."""
-    plain = whole_on((rank,))
-    return {name: _digest(one.parts[0]) for name, one in held.items() if one.spec.layout == plain}
+    """A digest of every plain tensor of this rank: other ranks may hold it too.
 
-
-def _digest(tensor: torch.Tensor) -> str:
-    """The digest of all bytes of a tensor, or of evenly spaced elements of a large one.
-
-    In data parallel jobs without sharding every rank holds the whole model: to read all of it would
-    take every rank longer than to write its share.
+    Of a large tensor it is that of evenly spaced elements. In data parallel jobs without sharding
+    every rank holds the whole model: to read all of it would take every rank longer than to write
+    its share.
     """
-    cells = tensor.view(_CELLS[tensor.element_size()])
-    if tensor.nbytes > COMPARED:
-        spaced = torch.arange(SAMPLED, device=tensor.device) * (tensor.numel() - 1) // (SAMPLED - 1)
-        cells = cells[torch.unravel_index(spaced, tensor.shape)]
-    return checksum(bytes_of(cells.contiguous().cpu())).hex()
+    plain, found = whole_on((rank,)), {}
+    for name, one in held.items():
+        if one.spec.layout == plain:
+            [tensor] = one.parts
+            cells, last = tensor.view(_CELLS[tensor.element_size()]), tensor.numel() - 1
+            if tensor.nbytes > COMPARED:
+                spaced = torch.arange(SAMPLED, device=tensor.device) * last // (SAMPLED - 1)
+                cells = cells[torch.unravel_index(spaced, tensor.shape)]
+            found[name] = checksum(bytes_of(cells.contiguous().cpu())).hex()
+    return found
 
 
 def check_copies(digests: Mapping[int, Mapping[str, str]]) -> None:
@@ -168,71 +168,59 @@ class Writer:
         rank: int,
         checksums: bool,
     ) -> None:
-        self._plan, self._held, self._objects, self._rank = plan, held, objects, rank
-        self._checksums = checksums
-        self._rank_boxes = RankBoxes()
-        self._known = self._known_bytes()
-        self._left = (write for name in plan.output.tensors for write in self._boxes(name))
-        self._touched: set[int] = set()
+        self._plan, self._checksums = plan, checksums
+        self._known = [
+            (literal.file, literal.offset, literal.data)
+            for literal in plan.output.all_literals()
+            if plan.writers[literal.file] == rank
+        ] + [
+            (copy.file, copy.offset, objects[copy.source.name])
+            for copy in plan.output.objects
+            if plan.objects[copy.source.name] == rank
+        ]
+        self._left = _writes(plan, held, rank)
         self._numbers = {name: number for number, name in enumerate(plan.specs)}
         self.done = Done(rank)
         """What was written; the parts of digests are by number of the tensor."""
 
     def step(self, target: OutputFiles) -> bool:
         """Write the next part and put it on disk; whether there was one."""
+        touched = {file for file, _, _ in self._known}
         for file, offset, data in self._known:  # all of it in the first step
-            self.done.sums += self._write(target, file, offset, memoryview(data))
-            self.done.num_bytes += len(data)
+            self.done.write(target, file, offset, memoryview(data), self._checksums)
+        self._known = []
 
-        def write(task: _Write, _: None) -> tuple[list[Sum], Any]:
-            array = self._array(task)
-            data = array.reshape(-1).view("u1").data
-            return self._write(target, task.file, task.offset, data), array
+        def write(task: _Write, _: None) -> tuple[Done, Any]:
+            part = part_of(task.view, task.box)
+            data, done = bytes_of(part.contiguous().cpu()), Done(self.done.number)
+            done.write(target, task.file, task.offset, data.data, self._checksums)
+            return done, data.view(f"V{part.element_size()}").reshape(task.box.shape)
 
         tasks = list(islice(self._left, max(STEP // WINDOW, 1)))
-        for task, (sums, array) in in_order(write, tasks, WORKERS):
-            self.done.sums += sums
-            self.done.num_bytes += array.nbytes
+        for task, (done, array) in in_order(write, tasks, WORKERS):
+            self.done.sums += done.sums
+            self.done.num_bytes += done.num_bytes
             if self._checksums:
                 spec, number = self._plan.specs[task.name], self._numbers[task.name]
                 self.done.parts[number] += digest.part(array, task.box, spec.shape, spec.dtype)
-        for file in sorted(self._touched):
+        for file in sorted(touched.union(task.file for task in tasks)):
             target.sync_file(file)
-        self._touched.clear()
         return bool(tasks)
 
-    def _write(self, target: OutputFiles, file: int, offset: int, data: memoryview) -> list[Sum]:
-        target.write(file, offset, data)
-        self._touched.add(file)
-        return sums_of(file, offset, data) if self._checksums else []
 
-    def _known_bytes(self) -> Iterator[tuple[int, int, bytes]]:
-        """The file, offset and bytes of literals and objects that this rank writes."""
-        output = self._plan.output
-        for literal in output.all_literals():
-            if self._plan.writers[literal.file] == self._rank:
-                yield literal.file, literal.offset, literal.data
-        for copy in output.objects:
-            if self._plan.objects[copy.source.name] == self._rank:
-                yield copy.file, copy.offset, self._objects[copy.source.name]
-
-    def _boxes(self, name: str) -> Iterator[_Write]:
-        spec, pieces = self._plan.specs[name], self._plan.output.tensors[name].pieces
-        mine = {start for start, _, rank in self._plan.owned[name] if rank == self._rank}
-        views = self._rank_boxes.views(self._held[name], self._rank) if mine else []
-        size = itemsize(spec.dtype)
-        for piece in pieces:
+def _writes(plan: SavePlan, held: Mapping[str, Held], rank: int) -> Iterator[_Write]:
+    """The boxes that a rank writes, in windows."""
+    rank_boxes = RankBoxes()
+    for name, tensor in plan.output.tensors.items():
+        mine = {start for start, _, writer in plan.owned[name] if writer == rank}
+        views = rank_boxes.views(held[name], rank) if mine else []
+        size = itemsize(tensor.dtype)
+        for piece in tensor.pieces:
             at, whole = piece.offset, piece.box
             for box in slabs(whole, WINDOW // size) if whole.start in mine else ():
                 view = next(view for view in views if whole in view[0])
                 yield _Write(piece.file, at, name, box, view)
                 at += box.size * size
-
-    def _array(self, task: _Write) -> Any:
-        """A box of this rank's tensor, row-major in host memory."""
-        part = part_of(task.view, task.box)
-        data = bytes_of(part.contiguous().cpu())
-        return data.view(f"V{part.element_size()}").reshape(task.box.shape)
 
 
 def writers_of(

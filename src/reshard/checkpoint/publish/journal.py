@@ -27,7 +27,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,25 +73,17 @@ class Journal:
         with named(self.path):
             os.fsync(self._descriptor)
 
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._descriptor)
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        os.close(self._descriptor)
 
 
 def read_journals(folder: Path) -> list[Record]:
     """The valid records of all ranks."""
     paths = sorted(folder.glob("journal.*"), key=lambda path: path.name)
-    return [
-        record
-        for path in paths
-        for record in _reliable([json.loads(line[9:]) for line in _good_lines(path)])
-    ]
+    return [record for path in paths for record in _reliable(_good_lines(path))]
 
 
 def boot_id() -> str:
@@ -102,13 +94,13 @@ def boot_id() -> str:
         return f"unknown-{os.getpid()}"
 
 
-def _reliable(records: list[Record]) -> Iterator[Record]:
+def _reliable(lines: Iterable[bytes]) -> Iterator[Record]:
     """Records of this boot, and those of others that were synced before the machine crashed.
 
     A record that was not synced then stays invalid, whatever a later boot has synced.
     """
     here, boot, waiting = boot_id(), None, list[tuple[int, Record]]()
-    for at, record in enumerate(records):
+    for at, record in enumerate(json.loads(line[9:]) for line in lines):
         if "boot" in record:
             waiting = waiting if record["boot"] == boot else []
             boot = record["boot"]
@@ -152,7 +144,6 @@ class Team:
         return self.rank == 0
 
     def takes(self, chunk: int) -> bool:
-        """Whether this process copies a chunk."""
         return chunk % self.size == self.rank
 
     def note_failure(self, place: Workplace, error: BaseException) -> None:

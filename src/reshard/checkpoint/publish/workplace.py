@@ -77,8 +77,20 @@ class Workplace:
 
     @classmethod
     def beside(cls, target: Path) -> Workplace:
-        """The workplace of a destination."""
-        _check_name(target)
+        """The workplace of a destination; refuses a path that is too long, or is none.
+
+        What is added to the name for temporary folders must fit, too.
+        """
+        try:
+            os.lstat(target.parent / f".{target.name}.reshard-gone-{'0' * 8}")
+        except ValueError:  # a null byte, or a character that no path can have
+            raise TargetError(f"{quoted(target)} is no path: choose another target") from None
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                raise TargetError(
+                    f"{quoted(target)} is too long: its name has {len(os.fsencode(target.name))} "
+                    "bytes and 23 are added while it is written: choose a shorter target"
+                ) from None
         # A link at the destination itself is kept; links in its parents are resolved.
         is_named = target.name not in ("", "..")
         target = target.parent.resolve() / target.name if is_named else target.resolve()
@@ -86,7 +98,6 @@ class Workplace:
 
     @property
     def data(self) -> Path:
-        """The output so far."""
         return self.folder / "data"
 
     @property
@@ -168,36 +179,34 @@ class Workplace:
     def _take_lock(self) -> None:
         if self.folder.is_symlink() or self.data.is_symlink():
             raise TargetError(f"{self.folder} is a symbolic link: remove it")
-        is_there = False
+        is_there, why = False, ""
         for _ in range(5):  # a rank that tests the lock holds it for a moment
-            lock = self._open_lock()
-            is_there |= lock is not None
-            if lock is not None and _is_locked(lock, self.folder / "lock"):
-                self._lock = lock
-                return
-            if lock is not None:
+            try:
+                self.target.parent.mkdir(parents=True, exist_ok=True)
+                self.folder.mkdir(exist_ok=True)
+                lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            except FileNotFoundError:  # another process removes the folder, or it is in /proc
+                why = os.strerror(errno.ENOENT)
+            except OSError as error:
+                is_there, why = False, error.strerror or ""
+                break
+            else:
+                is_there = True
+                with suppress(OSError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    # Its last holder may have deleted the file, and another one created it again.
+                    if os.path.samestat(os.fstat(lock), (self.folder / "lock").stat()):
+                        self._lock = lock
+                        return
                 os.close(lock)
             time.sleep(0.02)
-        if not is_there:  # some file systems, such as /proc, refuse new folders in this way
-            why = os.strerror(errno.ENOENT)
+        if is_there:
             raise TargetError(
-                f"nothing can be written next to {self.target}: {why}: choose another target"
+                f"another conversion is writing {self.target}: wait for it, or end it"
             )
-        raise TargetError(f"another conversion is writing {self.target}: wait for it, or end it")
-
-    def _open_lock(self) -> int | None:
-        """Open the lock file in the folder; None if another process removes the folder."""
-        try:
-            self.target.parent.mkdir(parents=True, exist_ok=True)
-            self.folder.mkdir(exist_ok=True)
-            return os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise TargetError(
-                f"nothing can be written next to {self.target}: {error.strerror}: choose another "
-                "target"
-            ) from None
+        raise TargetError(
+            f"nothing can be written next to {self.target}: {why}: choose another target"
+        )
 
     @property
     def _gone(self) -> str:
@@ -216,15 +225,10 @@ class Workplace:
     def is_held(self) -> bool:
         """Whether a process works here; also true if locks do not show it."""
         try:
-            lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+            with (self.folder / "lock").open("r+b") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             return True
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        finally:
-            os.close(lock)
         return False
 
     def leave(self) -> None:
@@ -244,7 +248,6 @@ class Workplace:
         return found if isinstance(found, dict) else {}
 
     def note_request(self, request: Mapping[str, Any]) -> None:
-        """Write the request of the conversion."""
         replace_file(self.folder / "request.json", json.dumps(request).encode())
 
     def note_result(self, request: Mapping[str, Any]) -> None:
@@ -257,10 +260,8 @@ class Workplace:
             sizes = [(self.target / file.path).stat().st_size for file in files]
             with open_storage(self.target) as storage:
                 sums = load_checksums(storage)
-            if sums is None:
-                found = json.loads((self.target / REQUEST).read_text(encoding="utf-8"))
-            else:
-                found = sums.request
+            text = (self.target / REQUEST).read_text(encoding="utf-8") if sums is None else ""
+            found = json.loads(text) if sums is None else sums.request
         except (OSError, ValueError):  # includes damaged checksums
             return False
         return found == request and sizes == [file.size for file in files]
@@ -306,10 +307,9 @@ class Workplace:
                 with suppress(PermissionError):
                     os.chown(self.data, old.st_uid, old.st_gid)
                 self.data.chmod(stat.S_IMODE(old.st_mode))
-            if not is_there:
-                self.data.rename(self.target)
-            elif not exchange(self.data, self.target):
-                self.target.rename(self.old)
+            if not (is_there and exchange(self.data, self.target)):
+                if is_there:
+                    self.target.rename(self.old)
                 self.data.rename(self.target)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
@@ -341,32 +341,6 @@ def free_bytes(folder: Path) -> int:
 
 def _nearest(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if path.exists())
-
-
-def _check_name(target: Path) -> None:
-    """Refuse a path that is too long, also with what is added for temporary folders, or is none."""
-    try:
-        os.lstat(target.parent / f".{target.name}.reshard-gone-{'0' * 8}")
-    except ValueError:  # a null byte, or a character that no path can have
-        raise TargetError(f"{quoted(target)} is no path: choose another target") from None
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            raise TargetError(
-                f"{quoted(target)} is too long: its name has {len(os.fsencode(target.name))} bytes "
-                "and 23 are added while it is written: choose a shorter target"
-            ) from None
-
-
-def _is_locked(lock: int, path: Path) -> bool:
-    """Lock an open file; whether that worked and the file is still the one at its path.
-
-    The process that held the lock may have deleted the file, and another one created it again.
-    """
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.path.samestat(os.fstat(lock), path.stat())
-    except OSError:
-        return False
 
 
 def _publishing(folder: Path) -> dict[str, Any]:

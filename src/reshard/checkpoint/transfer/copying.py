@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from reshard.checkpoint.catalog import StoredPiece, StoredTensor
+import numpy as np
+
+from reshard.checkpoint.catalog import StoredTensor
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import Checksums, Sum, file_sums, sums_of
 from reshard.checkpoint.integrity.crcs import Part
@@ -16,7 +18,7 @@ from reshard.checkpoint.output import OutputTensor
 from reshard.checkpoint.piece_table import PieceTable
 from reshard.checkpoint.storage.local import StoredFile
 from reshard.checkpoint.storage.output_files import BLOCK, OutputFiles
-from reshard.checkpoint.transfer.packing import CELLS, Pack, Packed, Placed, batches, joined_writes
+from reshard.checkpoint.transfer.packing import CELLS, Pack, Placed, batches, joined_writes
 from reshard.checkpoint.transfer.transfers import CopyChunk, Transfer
 from reshard.checkpoint.transfer.windows import (
     Buffers,
@@ -46,15 +48,22 @@ class Done:
     crcs: list[Part] = field(default_factory=list)
     """CRC-32 of what was read of torch's records."""
 
+    def write(
+        self, target: OutputFiles, file: int, offset: int, data: memoryview, checksums: bool
+    ) -> None:
+        """Write bytes of a file, and record them with their checksums."""
+        target.write(file, offset, data)
+        self.num_bytes += len(data)
+        if checksums:
+            self.sums += sums_of(file, offset, data)
+
     def to_record(self) -> dict[str, Any]:
-        """The record as JSON data."""
         parts = {str(which): f"{value:x}" for which, value in self.parts.items()}
         record = {"chunk": self.number, "bytes": self.num_bytes, "sums": self.sums, "parts": parts}
         return {**record, "crcs": self.crcs} if self.crcs else record
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Done:
-        """Read what ``to_record`` wrote."""
         parts = Counter({int(which): int(text, 16) for which, text in record["parts"].items()})
         sums = [(file, start, stop, text) for file, start, stop, text in record["sums"]]
         crcs = [(which, start, stop, crc) for which, start, stop, crc in record.get("crcs", ())]
@@ -90,7 +99,6 @@ class Copier:
     compare_replicas: bool = True
 
     def copy(self, chunk: CopyChunk, buffers: Buffers) -> Done:
-        """Copy one chunk."""
         done, room = Done(chunk.number), buffers.num_bytes
         small = [which for which, _ in chunk.windows if self.transfers[which].is_packed(room)]
         for pack in batches(small, lambda which: self.transfers[which].most_bytes, room):
@@ -100,62 +108,47 @@ class Copier:
                 self._copy_window(which, window, buffers, done)
         return done
 
-    def write(self, done: Done, file: int, offset: int, data: memoryview) -> None:
-        """Write bytes of a file, and record them with their checksums."""
-        self.target.write(file, offset, data)
-        done.num_bytes += len(data)
-        if self.checksums:
-            done.sums += sums_of(file, offset, data)
-
     @collector_paused()
     def _copy_pack(self, numbers: Sequence[int], buffers: Buffers, done: Done) -> None:
         """Copy whole small tensors together."""
         transfers = [self.transfers[which] for which in numbers]
-        small = [Packed.of(t.shape, t.have, _pieces(t.stored)) for t in transfers]
-        pack = Pack.of(small, buffers.window)
+        pack = Pack.of(_tensors(t.stored for t in transfers), buffers.window)
         pack.read(buffers.scratch, SourceReads(self.source, done.crcs))
         if any(transfer.have != transfer.want for transfer in transfers):
             pack = _cast_pack(pack, transfers, buffers)
         if self.checksums:
             done.parts.update(dict(zip(numbers, pack.digests(), strict=True)))
         for one in joined_writes(_placed(pack, transfers)):
-            self.write(done, one.file, one.offset, memoryview(one.data))
+            done.write(self.target, one.file, one.offset, memoryview(one.data), self.checksums)
 
     def _copy_window(self, which: int, window: Box, buffers: Buffers, done: Done) -> None:
         transfer, reads = self.transfers[which], SourceReads(self.source, done.crcs)
-        lead = _lead_of(transfer, window)
+        written, width, lead = transfer.destination.within(window), itemsize(transfer.want), 0
+        if len(written):  # what is written directly has the same alignment as in its file
+            strides = np.array(row_major(window.shape), dtype=np.int64)
+            place = int(((written.starts[0] - window.start) * strides).sum())
+            lead = _lead(int(written.offsets[0]) - place * width, width)
         casts = transfer.have != transfer.want
         array = fill(transfer, window, buffers, reads, 0 if casts else lead)
         if self.compare_replicas:
             compare(transfer, window, array, buffers, reads)
         if casts:
             stored = array
-            array = shaped(buffers.cast[lead:], window, itemsize(transfer.want))
+            array = shaped(buffers.cast[lead:], window, width)
             cast_into(stored, transfer.have, array, transfer.want)
         if self.checksums:
             done.parts[which] += digest.part(array, window, transfer.shape, transfer.want)
-        for group in writable(transfer.destination.within(window), buffers.num_bytes):
+        for group in writable(written, buffers.num_bytes):
             views, extent = group.views(array, window), group.extent
-            if runs := group.runs(views):
-                for offset, memory in runs:
-                    self.write(done, extent.file, offset, memory)
-                continue
-            lead = _lead(extent.start, group.parts.itemsize)
-            filled = buffers.scratch[lead : lead + extent.num_bytes]
-            for view, part in zip(views, group.arrays(filled), strict=True):
-                part[...] = view
-            self.write(done, extent.file, extent.start, filled.data)
-
-
-def _lead_of(transfer: Transfer, window: Box) -> int:
-    """The offset in the buffer at which a window is aligned as in its file, for direct writes."""
-    parts = transfer.destination.within(window)
-    if not len(parts):
-        return 0
-    size = itemsize(transfer.want)
-    first = zip(parts.starts[0].tolist(), window.start, row_major(window.shape), strict=True)
-    place = sum((low - start) * stride for low, start, stride in first)
-    return _lead(int(parts.offsets[0]) - place * size, size)
+            runs = group.runs(views)
+            if not runs:
+                lead = _lead(extent.start, group.parts.itemsize)
+                filled = buffers.scratch[lead : lead + extent.num_bytes]
+                for view, part in zip(views, group.arrays(filled), strict=True):
+                    part[...] = view
+                runs = [(extent.start, filled.data)]
+            for offset, memory in runs:
+                done.write(self.target, extent.file, offset, memory, self.checksums)
 
 
 def _lead(offset: int, size: int) -> int:
@@ -164,15 +157,14 @@ def _lead(offset: int, size: int) -> int:
     return lead if lead % size == 0 else 0
 
 
-def _pieces(held: PieceTable | StoredTensor) -> Sequence[StoredPiece]:
-    assert isinstance(held, StoredTensor)  # as those of all tensors that are packed
-    return held.pieces
+def _tensors(held: Iterable[PieceTable | StoredTensor]) -> list[StoredTensor]:
+    """What is held, for tensors that are packed: no tables."""
+    return [one for one in held if isinstance(one, StoredTensor)]
 
 
 def _cast_pack(pack: Pack, transfers: Sequence[Transfer], buffers: Buffers) -> Pack:
     """The pack in the dtypes of the output."""
-    small = [Packed.of(t.shape, t.want, _pieces(t.written)) for t in transfers]
-    result = Pack.of(small, buffers.cast)
+    result = Pack.of(_tensors(t.written for t in transfers), buffers.cast)
     kinds = groupby(range(len(transfers)), key=lambda n: (transfers[n].have, transfers[n].want))
     for (have, want), group in kinds:
         numbers = [*group]
@@ -201,6 +193,5 @@ def _placed(pack: Pack, transfers: Sequence[Transfer]) -> Iterator[Placed]:
         data = pack.bytes_of(number, held.pieces[which].box)
         if held.around:
             head, tail = held.around[which]
-            yield Placed(file, offset - len(head), b"".join((head, data, tail)))
-        else:
-            yield Placed(file, offset, data)
+            offset, data = offset - len(head), b"".join((head, data, tail))
+        yield Placed(file, offset, data)

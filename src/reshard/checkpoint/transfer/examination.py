@@ -14,16 +14,24 @@ from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from reshard.checkpoint.catalog import StoredTensor
+from reshard.checkpoint.catalog import Catalog, StoredTensor
 from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, read_catalog
 from reshard.checkpoint.integrity import digest
-from reshard.checkpoint.integrity.checksums import load_checksums
+from reshard.checkpoint.integrity.checksums import (
+    SIDECAR,
+    Checksums,
+    ChunkSum,
+    damage,
+    load_checksums,
+    sum_of,
+)
 from reshard.checkpoint.piece_table import slabs
-from reshard.checkpoint.transfer.packing import SMALL, Pack, Packed, batches, tiles
+from reshard.checkpoint.storage.local import Storage
+from reshard.checkpoint.transfer.packing import SMALL, Pack, batches, tiles
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.checkpoint.transfer.windows import (
     Array,
@@ -35,7 +43,7 @@ from reshard.checkpoint.transfer.windows import (
     unequal_replicas,
 )
 from reshard.dtypes import itemsize
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, DamageError
 from reshard.layout.box import Box
 from reshard.text import quoted
 
@@ -43,7 +51,12 @@ if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh
     from reshard.rules import Rules
 
-__all__ = ["Problem", "StoredReader", "digests_of", "opened"]
+__all__ = [
+    "Problem", "StoredReader", "attempt", "check_outside_tensors", "digests_of", "opened",
+    "wrong_sizes",
+]  # fmt: skip
+
+Result = TypeVar("Result")
 
 
 @contextmanager
@@ -55,6 +68,62 @@ def opened(
         checksums = load_checksums(storage)
         catalog = read_catalog(storage, as_rules(rules, storage), as_mesh(mesh))
         yield Source.of(storage, catalog, checksums)
+
+
+def check_outside_tensors(
+    storage: Storage, catalog: Catalog, sums: Checksums, workers: int
+) -> None:
+    """Raise DamageError if a file or tensor is missing, or a byte outside of tensors changed."""
+    if all(file.path != SIDECAR for file in storage.list()):  # one file was opened, no folder
+        return
+    for name in sums.digests:
+        if name not in catalog.tensors:
+            raise DamageError(
+                f"{storage.root}: tensor {quoted(name)} was written and is in no file"
+            )
+    for _, _, message in wrong_sizes(storage, sums):
+        raise DamageError(message)
+
+    def check(task: tuple[str, ChunkSum], _: None) -> None:
+        path, chunk = task
+        found = sum_of(storage, path, chunk.start, chunk.stop)
+        if found != chunk.sum:
+            raise DamageError(damage(f"{storage.root}/{path}", chunk, found))
+
+    for _ in in_order(check, _chunks_outside(catalog, sums), workers):
+        pass
+
+
+def wrong_sizes(storage: Storage, sums: Checksums) -> Iterator[tuple[str, int | None, str]]:
+    """Files that are missing or not as long as they were written: path, size, message."""
+    present = {file.path: file.size for file in storage.list()}
+    for path, file in sums.files.items():
+        found = present.get(path)
+        where = f"{storage.root}/{path}"
+        if found is None:
+            message = f"is missing: it was written with {file.size} bytes"
+            yield path, None, f"{where} {message}; if it is not wanted, delete {SIDECAR}"
+        elif found != file.size:
+            message = f"has {found} bytes and was written with {file.size}"
+            yield path, found, f"{where} {message}: restore it from a copy"
+
+
+def _chunks_outside(catalog: Catalog, sums: Checksums) -> Iterator[tuple[str, ChunkSum]]:
+    """The chunks without a byte of a tensor."""
+    pieces: dict[str, list[tuple[int, int]]] = {}
+    for tensor in catalog.tensors.values():
+        for piece in tensor.pieces:
+            path = catalog.files[piece.file].path
+            pieces.setdefault(path, []).append(piece.span(tensor.dtype))
+    for path, file in sums.files.items():
+        spans = np.array(sorted(pieces.get(path, ())), dtype=np.int64).reshape(-1, 2)
+        # The furthest end of each piece and all before it, as pieces may overlap.
+        starts, furthest = spans[:, 0], np.maximum.accumulate(spans[:, 1])
+        for index in range(len(file.ends)):
+            chunk = file.chunk(index)
+            last = int(np.searchsorted(starts, chunk.stop)) - 1
+            if last < 0 or furthest[last] <= chunk.start:
+                yield path, chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +143,14 @@ class Problem:
 
 
 Tell = Callable[[Problem], None]
+
+
+def attempt(work: Callable[..., Result], *given: Any) -> Result | CheckpointError:
+    """The result of a call, or the error that it raises, which is going to be a problem."""
+    try:
+        return work(*given)
+    except CheckpointError as error:
+        return error
 
 
 class StoredReader:
@@ -116,36 +193,29 @@ class StoredReader:
         """The digest value of a box; ``tell`` gets other stored copies of it that differ."""
         if box.size == 0:
             return 0
-        array = self.read(box, buffers)
-        value = digest.part(array, box, self.tensor.shape, self.tensor.dtype)
+        array, name, dtype = self.read(box, buffers), self.tensor.name, self.tensor.dtype
+        value = digest.part(array, box, self.tensor.shape, dtype)
         unequal = unequal_replicas(self._transfer, box, array, buffers, self.source)
         for where, file, apart in unequal:
-            tell(self._disagreement(where, self.source.name(file), apart))
+            at = np.unravel_index(int(apart.argmax()), apart.shape) if apart.ndim else ()
+            first = tuple(int(index) + low for index, low in zip(at, where.start, strict=True))
+            one, offset = self.place(first)
+            message = (
+                f"{self.source.storage.root}: tensor {quoted(name)} {where}: {one} and "
+                f"{self.source.name(file)} should hold the same and {int(apart.sum())} elements "
+                f"differ, the first at {first}: one of them is damaged or from another step"
+            )
+            place = offset, offset + itemsize(dtype)
+            tell(Problem("replicas", message, name, one, place, where))
         return value
 
-    def _disagreement(self, box: Box, two: str, apart: Array) -> Problem:
-        at = np.unravel_index(int(apart.argmax()), apart.shape) if apart.ndim else ()
-        first = tuple(int(index) + low for index, low in zip(at, box.start, strict=True))
-        one, offset = self.place(first)
-        message = (
-            f"{self.source.storage.root}: tensor {quoted(self.tensor.name)} {box}: {one} and {two} "
-            f"should hold the same and {int(apart.sum())} elements differ, the first at {first}: "
-            "one of them is damaged or from another step"
-        )
-        where = (offset, offset + itemsize(self.tensor.dtype))
-        return Problem("replicas", message, self.tensor.name, one, where, box)
 
+class _Digesting(NamedTuple):
+    """A box of one tensor, or a pack of small tensors, to be read and digested at a time."""
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A box of a tensor that is read and digested at a time."""
-
-    reader: StoredReader
-    box: Box
-
-
-_Task = _Part | list[StoredTensor]
-"""A part of a tensor, or a pack of small tensors."""
+    tensors: Sequence[StoredTensor]
+    reader: StoredReader | None = None
+    box: Box = Box((), ())
 
 
 def digests_of(
@@ -158,35 +228,29 @@ def digests_of(
     """The digest of each tensor; ``tell`` gets unequal replicas and what cannot be read."""
     values: dict[str, int | None] = {}
 
-    def alone(tensor: StoredTensor, buffers: Buffers) -> int | CheckpointError:
-        try:
-            reader = StoredReader(source, tensor)
-            boxes = reader.boxes(budget.window)
-            return digest.combine(reader.digest(box, buffers, tell) for box in boxes)
-        except CheckpointError as error:
-            return error
+    def alone(tensor: StoredTensor, buffers: Buffers) -> int:
+        reader = StoredReader(source, tensor)
+        boxes = reader.boxes(budget.window)
+        return digest.combine(reader.digest(box, buffers, tell) for box in boxes)
 
-    def work(task: _Task, buffers: Buffers) -> Sequence[int | CheckpointError]:
+    def work(task: _Digesting, buffers: Buffers) -> Sequence[int | CheckpointError]:
+        if task.reader is not None:
+            return [attempt(task.reader.digest, task.box, buffers, tell)]
         try:
-            if isinstance(task, _Part):
-                return [task.reader.digest(task.box, buffers, tell)]
-            pack = Pack.of([Packed.of(t.shape, t.dtype, t.pieces) for t in task], buffers.window)
+            pack = Pack.of(task.tensors, buffers.window)
             pack.read(buffers.scratch, source)
             return pack.digests()
-        except CheckpointError as error:
-            # The tensors of a pack that cannot be read are read one by one, to name the bad one.
-            return [error] if isinstance(task, _Part) else [alone(t, buffers) for t in task]
+        except CheckpointError:  # its tensors are read one by one, to name the bad one
+            return [attempt(alone, tensor, buffers) for tensor in task.tensors]
 
-    make = partial(Buffers, budget.window, casts=False)
+    make = partial(Buffers.of, budget.window, casts=False)
     tasks = _tasks(source, tensors, budget.window, tell)
     for task, results in in_order(work, tasks, budget.workers, make):
-        if isinstance(task, _Part):
-            done = [task.reader.tensor]
-            progress(task.box.size * itemsize(done[0].dtype))
+        if task.reader is not None:
+            progress(task.box.size * itemsize(task.tensors[0].dtype))
         else:
-            done = task
-            progress(sum(tensor.num_bytes for tensor in task))
-        for tensor, result in zip(done, results, strict=True):
+            progress(sum(tensor.num_bytes for tensor in task.tensors))
+        for tensor, result in zip(task.tensors, results, strict=True):
             value = values.setdefault(tensor.name, 0)
             if value is None:  # after a part that could not be read
                 continue
@@ -205,23 +269,18 @@ def digests_of(
 
 def _tasks(
     source: Source, tensors: Iterable[StoredTensor], window: int, tell: Tell
-) -> Iterator[_Task]:
-    """Small tensors in packs, and the others in boxes, each at most as large as a window."""
+) -> Iterator[_Digesting]:
+    """The boxes of large tensors, each at most as large as a window, then small ones in packs."""
     small: list[StoredTensor] = []
     for tensor in tensors:
         if 0 < tensor.num_bytes <= min(SMALL, window) and tiles(tensor.shape, tensor.pieces):
             small.append(tensor)
-        else:
-            yield from _parts(source, tensor, window, tell)
-    yield from batches(small, attrgetter("num_bytes"), window)
-
-
-def _parts(source: Source, tensor: StoredTensor, window: int, tell: Tell) -> Iterator[_Part]:
-    """The boxes of a tensor; an empty tensor has one, so that it has a digest too."""
-    try:
-        reader = StoredReader(source, tensor)
-        if tensor.num_bytes == 0:
-            yield _Part(reader, Box.whole(tensor.shape))
-        yield from (_Part(reader, box) for box in reader.boxes(window))
-    except CheckpointError as error:
-        tell(Problem("unreadable", f"{source.storage.root}: {error}", tensor.name))
+            continue
+        try:
+            reader = StoredReader(source, tensor)
+            if tensor.num_bytes == 0:  # an empty tensor has a digest too
+                yield _Digesting([tensor], reader, Box.whole(tensor.shape))
+            yield from (_Digesting([tensor], reader, box) for box in reader.boxes(window))
+        except CheckpointError as error:
+            tell(Problem("unreadable", f"{source.storage.root}: {error}", tensor.name))
+    yield from map(_Digesting, batches(small, attrgetter("num_bytes"), window))

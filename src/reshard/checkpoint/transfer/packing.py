@@ -13,20 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
-from math import prod
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from reshard.checkpoint.catalog import StoredPiece
+from reshard.checkpoint.catalog import StoredPiece, StoredTensor
 from reshard.checkpoint.integrity import digest
 from reshard.dtypes import itemsize
 from reshard.layout.box import Box, row_major
 
 __all__ = [
-    "CELLS", "GAP", "SMALL", "Pack", "Packed", "Placed", "Reads", "batches", "joined_writes",
-    "tiles",
+    "CELLS", "GAP", "SMALL", "Pack", "Placed", "Reads", "batches", "joined_writes", "tiles",
 ]  # fmt: skip
 
 SMALL = 64 << 10
@@ -57,21 +55,6 @@ class Reads(Protocol):
         """The path of a file, for errors."""
 
 
-class Packed(NamedTuple):
-    """A small tensor: its shape, the bytes of an element, and the pieces that tile it."""
-
-    shape: tuple[int, ...]
-    itemsize: int
-    num_bytes: int
-    pieces: Sequence[StoredPiece]
-
-    @classmethod
-    def of(cls, shape: tuple[int, ...], dtype: str, pieces: Sequence[StoredPiece]) -> Packed:
-        """A small tensor of a checkpoint."""
-        width = itemsize(dtype)
-        return cls(shape, width, prod(shape) * width, pieces)
-
-
 class Placed(NamedTuple):
     """Bytes to be written, and their place in a file."""
 
@@ -93,7 +76,6 @@ class _Run(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The byte of the file past the last one."""
         return self.offset + self.size
 
 
@@ -150,15 +132,15 @@ def batches(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> I
 class Pack:
     """Small tensors, one after the other in a buffer."""
 
-    tensors: Sequence[Packed]
+    tensors: Sequence[StoredTensor]
+    """Each of which its pieces tile."""
     buffer: Array
     """At least as many bytes as all tensors together have."""
     starts: Sequence[int]
     """The offset of each tensor, and the end of the last one."""
 
     @classmethod
-    def of(cls, tensors: Sequence[Packed], buffer: Array) -> Pack:
-        """A pack of these tensors, to be read."""
+    def of(cls, tensors: Sequence[StoredTensor], buffer: Array) -> Pack:
         sizes = (tensor.num_bytes for tensor in tensors)
         return cls(tensors, buffer, [*accumulate(sizes, initial=0)])
 
@@ -178,36 +160,32 @@ class Pack:
                 if run.piece is None:
                     memory[run.place : run.place + run.size] = spare[at : at + run.size]
                 else:
-                    self._copy_strided(run.tensor, run.piece, spare, at)
+                    box, into = run.piece.box, self.array(run.tensor)
+                    strides = [stride * into.itemsize for stride in run.piece.strides]
+                    stored: Array = np.ndarray(box.shape, into.dtype, spare, at, strides)
+                    into[_inside(box)] = stored
 
     def _runs(self) -> Iterator[_Run]:
-        for number, (tensor, start) in enumerate(zip(self.tensors, self.starts, strict=False)):
+        for number, (tensor, (start, stop)) in enumerate(
+            zip(self.tensors, pairwise(self.starts), strict=True)
+        ):
             first = tensor.pieces[0]
             if len(tensor.pieces) == 1 and first.strides == _strides(tensor.shape):
-                yield _Run(first.file, first.offset, tensor.num_bytes, start, -1, None)
+                yield _Run(first.file, first.offset, stop - start, start, -1, None)
                 continue
+            width = itemsize(tensor.dtype)
             for piece in tensor.pieces:
-                size = piece.box.size * tensor.itemsize
                 place = place_in(tensor.shape, piece.box)
                 if place is not None and piece.is_contiguous:
-                    at = start + place * tensor.itemsize
+                    size, at = piece.box.size * width, start + place * width
                     yield _Run(piece.file, piece.offset, size, at, -1, None)
-                elif size:
-                    pairs = zip(piece.box.shape, piece.strides, strict=True)
-                    last = sum((length - 1) * stride for length, stride in pairs)
-                    span = (last + 1) * tensor.itemsize
-                    yield _Run(piece.file, piece.offset, span, 0, number, piece)
-
-    def _copy_strided(self, number: int, piece: StoredPiece, spare: memoryview, at: int) -> None:
-        width = self.tensors[number].itemsize
-        strides = [stride * width for stride in piece.strides]
-        stored: Array = np.ndarray(piece.box.shape, CELLS[width], spare, at, strides)
-        self.array(number)[_inside(piece.box)] = stored
+                elif piece.box.size:
+                    low, high = piece.span(tensor.dtype)
+                    yield _Run(piece.file, low, high - low, 0, number, piece)
 
     def array(self, number: int) -> Array:
-        """One of the tensors."""
         tensor = self.tensors[number]
-        cell = CELLS[tensor.itemsize]
+        cell = CELLS[itemsize(tensor.dtype)]
         return np.ndarray(tensor.shape, cell, self.buffer.data, self.starts[number])
 
     def bytes_of(self, number: int, box: Box) -> bytes | memoryview:
@@ -217,14 +195,15 @@ class Pack:
         if place is None:
             part: bytes = self.array(number)[_inside(box)].tobytes()
             return part
-        at = self.starts[number] + place * tensor.itemsize
-        return self.buffer.data[at : at + box.size * tensor.itemsize]
+        width = itemsize(tensor.dtype)
+        at = self.starts[number] + place * width
+        return self.buffer.data[at : at + box.size * width]
 
     def digests(self) -> list[int]:
         """The digest value of each tensor, for ``digest.finish``."""
         by_size: dict[int, list[int]] = {}
-        for number, tensor in enumerate(self.tensors):
-            by_size.setdefault(tensor.num_bytes, []).append(number)
+        for number, (start, stop) in enumerate(pairwise(self.starts)):
+            by_size.setdefault(stop - start, []).append(number)
         values = [0] * len(self.tensors)
         memory, starts = self.buffer.data, self.starts
         for size, numbers in by_size.items():

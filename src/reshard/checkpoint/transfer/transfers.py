@@ -75,12 +75,10 @@ class Transfer:
     @classmethod
     def of_read(cls, tensor: StoredTensor, want: str, with_replicas: bool = True) -> Transfer:
         """A stored tensor that is only read, into memory; CoverageError if a part is missing."""
-        name, shape, have = tensor.name, tensor.shape, tensor.dtype
-        none = PieceTable.none(len(shape), itemsize(have))
-        fed = [SourceTensor(tensor, Feed(name))]
-        source, replicas = source_of(name, shape, fed, tensor.zeros)
-        replicas = replicas if with_replicas else none
-        return cls(name, shape, have, want, source, replicas, none, bool(tensor.zeros))
+        none = PieceTable.none(len(tensor.shape), itemsize(tensor.dtype))
+        fed = [SourceTensor(tensor, Feed(tensor.name))]
+        found = transfer_of(tensor.name, tensor.shape, want, fed, none, tensor.zeros)
+        return found if with_replicas else replace(found, replicas=none)
 
     @property
     def source(self) -> PieceTable:
@@ -99,7 +97,6 @@ class Transfer:
 
     @property
     def target_bytes(self) -> int:
-        """Bytes that are written."""
         return _num_bytes(self.written)
 
     def is_packed(self, num_bytes: int) -> bool:
@@ -281,23 +278,16 @@ def _placed(fed: SourceTensor) -> PieceTable:
         )
     if not feed.moves:
         return pieces
+    columns = {"starts": 0, "stops": 1, "strides": 0}  # of a dim that is inserted
     for dim in feed.have_insert:
-        pieces = replace(
-            pieces,
-            starts=np.insert(pieces.starts, dim, 0, axis=1),
-            stops=np.insert(pieces.stops, dim, 1, axis=1),
-            strides=np.insert(pieces.strides, dim, 0, axis=1),
-        )
+        wider = {n: np.insert(getattr(pieces, n), dim, at, axis=1) for n, at in columns.items()}
+        pieces = replace(pieces, **wider)
     for dim, segments in enumerate(feed.moves):
         pieces = joined([_moved(pieces, dim, *segment) for segment in segments])
     if not feed.want_insert:
         return pieces
-    return replace(
-        pieces,
-        starts=np.delete(pieces.starts, feed.want_insert, axis=1),
-        stops=np.delete(pieces.stops, feed.want_insert, axis=1),
-        strides=np.delete(pieces.strides, feed.want_insert, axis=1),
-    )
+    narrower = {n: np.delete(getattr(pieces, n), feed.want_insert, axis=1) for n in columns}
+    return replace(pieces, **narrower)
 
 
 def _moved(pieces: PieceTable, dim: int, start: int, to: int, length: int) -> PieceTable:

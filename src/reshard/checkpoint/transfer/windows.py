@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -181,7 +181,7 @@ class Source:
     checksums: Checksums | None = None
     checker: Checker = field(default_factory=lambda: Checker(None, ""))
     """Compares what is read with the checksums."""
-    crcs: Crcs | None = None
+    crcs: Crcs = field(default_factory=lambda: Crcs(()))
     """The CRC-32 records of torch's files, for files that have no checksums of ours."""
     num_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -189,15 +189,11 @@ class Source:
     @classmethod
     def of(cls, storage: Storage, catalog: Catalog, checksums: Checksums | None) -> Source:
         """A source whose bytes are all compared with what is known of them."""
-        has_records = bool(catalog.crcs or catalog.objects)
-        crcs = Crcs(crcs_of(storage, catalog, checksums)) if has_records else None
+        crcs = Crcs(crcs_of(storage, catalog, checksums))
         return cls(storage, catalog, checksums, Checker(checksums, storage.root), crcs)
 
     def read_into(self, file: int, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer from a file."""
-        parts = self.fill(file, offset, buffer)
-        if self.crcs is not None:
-            self.crcs.add(parts)
+        self.crcs.add(self.fill(file, offset, buffer))
 
     def fill(self, file: int, offset: int, buffer: memoryview) -> list[Part]:
         """Fill a buffer; the parts of CRC-32 records that were read, which are not added."""
@@ -205,15 +201,13 @@ class Source:
         self.storage.read_into(path, offset, buffer)
         self.checker.check(path, offset, buffer)
         self.count(len(buffer))
-        return [] if self.crcs is None else self.crcs.parts(file, offset, buffer)
+        return self.crcs.parts(file, offset, buffer)
 
     def count(self, num_bytes: int) -> None:
-        """Add to the count of bytes read."""
         with self._lock:
             self.num_bytes += num_bytes
 
     def name(self, file: int) -> str:
-        """The path of a file."""
         return self.catalog.files[file].path
 
     def check_crcs(self, which: Collection[int] | None = None) -> None:
@@ -221,7 +215,7 @@ class Source:
 
         Bytes of a record that were not read yet are read now.
         """
-        for crc, now in self.crcs.values(self.unread, which) if self.crcs is not None else ():
+        for crc, now in self.crcs.values(self.unread, which):
             if crc.value != now:
                 raise DamageError(changed(self.catalog, crc, now))
 
@@ -230,8 +224,8 @@ class Source:
         self.count(stop - start)
         return crc_of(self.storage, self.name(file), start, stop)
 
-    def digest_damage(self, transfer: Transfer, found: str, expected: str) -> DamageError:
-        """The error for a tensor whose digest is wrong; names the damaged chunk if there is one."""
+    def blame_digest(self, transfer: Transfer, found: str, expected: str) -> NoReturn:
+        """Raise DamageError for a tensor whose digest is wrong; names a damaged chunk of it."""
         files = self.checksums.files if self.checksums else {}
         for number in sorted(set(transfer.source.files.tolist())):
             path = self.name(number)
@@ -240,8 +234,8 @@ class Source:
                 now = sum_of(self.storage, path, chunk.start, chunk.stop)
                 if now != chunk.sum:
                     where = f"tensor {quoted(transfer.name)}: {self.storage.where(path)}"
-                    return DamageError(damage(where, chunk, now))
-        return DamageError(
+                    raise DamageError(damage(where, chunk, now))
+        raise DamageError(
             f"tensor {quoted(transfer.name)} of {self.storage.root} has the digest {found} and its "
             f"{SIDECAR} says {expected}: the files changed since they were written"
         )
@@ -255,30 +249,31 @@ class SourceReads:
     crcs: list[Part] = field(default_factory=list)
 
     def read_into(self, file: int, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer from a file."""
         self.crcs += self.source.fill(file, offset, buffer)
 
     def name(self, file: int) -> str:
-        """The path of a file."""
         return self.source.name(file)
 
 
+@dataclass(frozen=True, slots=True)
 class Buffers:
-    """The memory of one worker: a window, a scratch buffer, and a buffer to cast into.
+    """The memory of one worker: a window, a scratch buffer, and a buffer to cast into."""
 
-    Each has a spare block, so that its content can have the same alignment as in the file.
-    """
+    num_bytes: int
+    window: Array
+    scratch: Array
+    cast: Array
+
+    @classmethod
+    def of(cls, num_bytes: int, casts: bool) -> Buffers:
+        """New buffers. Each has a spare block, to have its content aligned as in the file."""
+        window, scratch = aligned(num_bytes + BLOCK), aligned(num_bytes + BLOCK)
+        return cls(num_bytes, window, scratch, aligned(num_bytes + BLOCK) if casts else window)
 
     @staticmethod
     def size_of(num_bytes: int, casts: bool) -> int:
         """Bytes of all buffers, for windows of this size."""
         return (num_bytes + 2 * BLOCK) * (3 if casts else 2)
-
-    def __init__(self, num_bytes: int, casts: bool) -> None:
-        self.num_bytes = num_bytes
-        self.window = aligned(num_bytes + BLOCK)
-        self.scratch = aligned(num_bytes + BLOCK)
-        self.cast = aligned(num_bytes + BLOCK) if casts else self.window
 
 
 @dataclass(frozen=True, slots=True)
