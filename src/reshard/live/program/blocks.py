@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,14 +31,13 @@ from reshard.layout.box import Interval, length_of, row_major
 from reshard.layout.columns import Ints
 from reshard.layout.layout import BoxLayout, Layout
 
-__all__ = [
-    "Blocks", "CopyBlocks", "CopyList", "FindOffsets", "Place", "blocks_of", "local_offsets",
-    "packed_strides",
-]  # fmt: skip
+__all__ = ["CopyBlocks", "CopyList", "FindOffsets", "Place", "blocks_of", "local_offsets"]
+
+COMPARED = 1 << 22
+"""Comparisons with explicit boxes made at once: bounds memory when both sides have many."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Blocks:
+class Blocks(NamedTuple):
     """Boxes of single tensors inside their cells, in the order of the rows."""
 
     row: Ints
@@ -109,7 +108,7 @@ def local_offsets(layout: Layout, shape: tuple[int, ...], rank: int) -> FindOffs
     box is found dim by dim: how many held elements of the dim precede it?
     """
     if isinstance(layout, BoxLayout):
-        return _BoxOffsets(layout, rank).find
+        return _box_offsets(layout, rank)
     intervals, ranges = layout.intervals(rank, shape)
     dims, flat = [_positions(one) for one in intervals], _positions(ranges or ())
     strides = np.array(row_major(tuple(map(length_of, intervals))), dtype=np.int64)
@@ -137,28 +136,23 @@ def _positions(intervals: Sequence[Interval]) -> Callable[[Ints], Ints]:
     return position
 
 
-class _BoxOffsets:
-    """Explicit boxes, one after the other."""
+def _box_offsets(layout: BoxLayout, rank: int) -> FindOffsets:
+    """Offsets in explicit boxes, which are stored one after the other."""
+    pieces = layout.pieces(rank, layout.shape)
+    columns = [(one.box.start, one.box.stop, one.strides) for one in pieces]
+    table = np.array(columns, np.int64).reshape(len(pieces), 3, len(layout.shape))
+    starts, stops, strides = table.transpose(1, 0, 2)
+    offsets = np.array([one.offset for one in pieces], np.int64)
 
-    CHUNK = 1 << 22
-    """Comparisons made at once, which bounds memory when both sides have many boxes."""
-
-    def __init__(self, layout: BoxLayout, rank: int) -> None:
-        pieces = layout.pieces(rank, layout.shape)
-        table = (len(pieces), len(layout.shape))
-        self.starts = np.array([p.box.start for p in pieces], np.int64).reshape(table)
-        self.stops = np.array([p.box.stop for p in pieces], np.int64).reshape(table)
-        self.strides = np.array([p.strides for p in pieces], np.int64).reshape(table)
-        self.offsets = np.array([p.offset for p in pieces], np.int64)
-
-    def find(self, low: Ints) -> tuple[Ints, Ints]:
-        step, piece = max(1, self.CHUNK // max(1, self.starts.size)), np.zeros(len(low), np.int64)
+    def find(low: Ints) -> tuple[Ints, Ints]:
+        step, piece = max(1, COMPARED // max(1, starts.size)), np.zeros(len(low), np.int64)
         for at in range(0, len(low), step):
             first = low[at : at + step, None]
-            inside = (self.starts <= first).all(axis=2) & (self.stops > first).all(axis=2)
-            piece[at : at + step] = inside.argmax(axis=1)
-        strides = self.strides[piece]
-        return self.offsets[piece] + ((low - self.starts[piece]) * strides).sum(axis=1), strides
+            piece[at : at + step] = ((starts <= first) & (first < stops)).all(axis=2).argmax(axis=1)
+        by = strides[piece]
+        return offsets[piece] + ((low - starts[piece]) * by).sum(axis=1), by
+
+    return find
 
 
 def packed_strides(width: Ints) -> Ints:
@@ -227,8 +221,8 @@ class CopyBlocks:
 
     def take(self, rows: Any) -> CopyBlocks:
         """Some of the blocks."""
-        columns = (getattr(self, name) for name in CopyBlocks.__slots__ if name != "cast")
-        return CopyBlocks(*(column[rows] for column in columns), cast=self.cast)
+        columns = (getattr(self, name)[rows] for name in CopyBlocks.__slots__[:-1])
+        return CopyBlocks(*columns, cast=self.cast)
 
 
 class CopyList:
@@ -240,26 +234,24 @@ class CopyList:
     def add(self, width: Ints, source: Place, destination: Place) -> None:
         """Copy blocks of this width from one place to another."""
         cast = (source.dtype, destination.dtype) if source.dtype != destination.dtype else None
-        item = np.full(len(width), itemsize(source.dtype))
-        offsets = [source.offset, destination.offset]
-        strides = [source.strides, destination.strides]
-        columns = [source.base, destination.base, *offsets, width, *strides, item]
+        both = (source, destination)
+        columns = [*(one.base for one in both), *(one.offset for one in both), width]
+        columns += [*(one.strides for one in both), np.full(len(width), itemsize(source.dtype))]
         self._rows.setdefault(cast, []).append(columns)
 
     def tables(self) -> list[CopyBlocks]:
         """One table per change of dtype."""
-        found, fills = [], {4: 1, 5: 0, 6: 0}  # widths are filled with 1, strides with 0
+        found = []
         for cast, rows in self._rows.items():
             num_dims = max(1, *(columns[4].shape[1] for columns in rows))
-            joined = [
-                np.concatenate([_filled(part, num_dims, fills.get(n)) for part in parts])
-                for n, parts in enumerate(zip(*rows, strict=True))
-            ]
-            found.append(CopyBlocks(*joined, cast=cast))
+            columns = [list(parts) for parts in zip(*rows, strict=True)]
+            for column, value in ((4, 1), (5, 0), (6, 0)):  # widths and strides of new dims
+                columns[column] = [_padded(part, num_dims, value) for part in columns[column]]
+            found.append(CopyBlocks(*map(np.concatenate, columns), cast=cast))
         return found
 
 
-def _filled(rows: Ints, num_dims: int, value: int | None) -> Ints:
-    """Rows padded to so many dims, new ones first; without a value they have no dims."""
-    lacking = 0 if value is None else num_dims - rows.shape[1]
-    return np.pad(rows, ((0, 0), (lacking, 0)), constant_values=value or 0) if lacking else rows
+def _padded(rows: Ints, num_dims: int, value: int) -> Ints:
+    """Rows with so many dims, new ones first."""
+    lacking = num_dims - rows.shape[1]
+    return np.pad(rows, ((0, 0), (lacking, 0)), constant_values=value) if lacking else rows

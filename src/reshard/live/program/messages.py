@@ -18,6 +18,7 @@ import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -55,21 +56,18 @@ class Policy:
         """The mode of a transfer in a message of so many bytes, between contiguous tensors."""
         if not transfer.as_is or message_bytes <= self.eager_bytes:
             return Mode.STAGED
-        width = transfer.width
+        width, sizes = transfer.width, transfer.sizes
         if not self.block_bytes:
-            chosen = _cheapest(width, *transfer.strides, transfer.itemsize)
+            chosen = _cheapest(transfer)
             return Mode.READ if self.forced and chosen is Mode.STAGED else chosen
-        if transfer.num_bytes < self.block_bytes * len(width):
-            return Mode.STAGED
-        contiguous = (run_lengths(width, one) == transfer.sizes for one in transfer.strides)
-        return Mode.WRITE if all(bool(one.all()) for one in contiguous) else Mode.STAGED
+        large = transfer.num_bytes >= self.block_bytes * len(width)
+        contiguous = all((run_lengths(width, one) == sizes).all() for one in transfer.strides)
+        return Mode.WRITE if large and contiguous else Mode.STAGED
 
     def message(self, peer: int, transfers: Sequence[Transfer], direct: bool) -> Message:
         """Lay out a message; without ``direct`` all of it is staged."""
         total = sum(transfer.num_bytes for transfer in transfers)
-        if not direct:
-            return message_of(peer, transfers)
-        return message_of(peer, transfers, lambda one: self.mode(one, total))
+        return message_of(peer, transfers, (lambda one: self.mode(one, total)) if direct else None)
 
 
 HOST = Policy(eager_bytes=7 << 19)
@@ -88,16 +86,15 @@ NS_PER_LOOPED_BLOCK = 1200
 """Measured on Linux 6.18, 4 ranks on 2 cores; only their order of magnitude matters."""
 
 
-def _cheapest(width: Ints, source: Ints, destination: Ints, itemsize: int) -> Mode:
-    """The cheapest mode between two processes of one host, for blocks with these strides.
+def _cheapest(transfer: Transfer) -> Mode:
+    """The cheapest mode between two processes of one host.
 
     The kernel spends about 220 ns per run in another process's memory and 45 ns in one's own, so
     the side with the longer runs should be the other process's. Tiny runs on both sides are better
     packed by a copy loop.
     """
-    sizes = np.prod(width, axis=1, dtype=np.int64)
-    num_bytes = int(sizes.sum()) * itemsize
-    runs = [int((sizes // run_lengths(width, one)).sum()) for one in (source, destination)]
+    width, sizes, num_bytes = transfer.width, transfer.sizes, transfer.num_bytes
+    runs = [int((sizes // run_lengths(width, one)).sum()) for one in transfer.strides]
     read = NS_PER_THEIR_RUN * runs[0] + NS_PER_OWN_RUN * runs[1] + num_bytes // 4
     write = NS_PER_THEIR_RUN * runs[1] + NS_PER_OWN_RUN * runs[0] + num_bytes // 4
     looped = NS_PER_LOOPED_BLOCK * len(width) + NS_PER_LOOPED_RUN * sum(runs)
@@ -133,9 +130,8 @@ class Message:
 
     def pack(self, copies: CopyList, at: int, staging: int) -> None:
         """Add the copies that stage it at an offset of the staging buffer."""
-        for transfer, offset in self.staged:
-            place = transfer.in_message(at + offset, staging)
-            copies.add(transfer.width, transfer.source, place)
+        for one, offset in self.staged:
+            copies.add(one.width, one.source, one.in_message(at + offset, staging))
 
     def unpack(self, copies: CopyList, at: int, staging: int) -> list[tuple[Transfer, int]]:
         """Add the copies into the tensors; returns the addends, which stay, and their offsets."""
@@ -153,18 +149,14 @@ def message_of(
     peer: int, transfers: Sequence[Transfer], mode: Callable[[Transfer], Mode] | None = None
 ) -> Message:
     """Lay out a message: staged transfers follow one another; without modes all are staged."""
-    staged, at = [], 0
-    direct: dict[Mode, list[Transfer]] = {Mode.READ: [], Mode.WRITE: []}
+    by_mode: dict[Mode, list[Transfer]] = {one: [] for one in Mode}
     for transfer in transfers:
-        chosen = Mode.STAGED if mode is None else mode(transfer)
-        if chosen is Mode.STAGED:
-            staged.append((transfer, at))
-            at += transfer.num_bytes
-        else:
-            direct[chosen].append(transfer)
+        by_mode[Mode.STAGED if mode is None else mode(transfer)].append(transfer)
+    staged, reads, writes = by_mode.values()
+    ends = [0, *accumulate(transfer.num_bytes for transfer in staged)]
     total = sum(transfer.num_bytes for transfer in transfers)
-    reads, writes = direct[Mode.READ], direct[Mode.WRITE]
-    return Message(peer, staged, reads, writes, at, total, transfers[0].name)
+    placed = list(zip(staged, ends[:-1], strict=True))
+    return Message(peer, placed, reads, writes, ends[-1], total, transfers[0].name)
 
 
 GRID = 16
@@ -240,26 +232,22 @@ def runs_of(base: Ints, offset: Ints, width: Ints, strides: Ints, itemsize: int)
     counts = np.prod(width, axis=1, dtype=np.int64) // run
     block = np.repeat(np.arange(len(width)), counts)
     left = np.arange(len(block)) - (np.cumsum(counts) - counts)[block]
-    elements = np.zeros(len(block), dtype=np.int64)
-    inside = run.copy()
+    elements, inner = np.zeros(len(block), dtype=np.int64), np.ones_like(run)
     for dim in reversed(range(width.shape[1])):
-        # The dims inside a run are not walked: their widths divide what is left of its length.
-        in_run = inside > 1
-        inside = np.where(in_run, inside // width[:, dim], inside)
-        walked = np.where(in_run, 1, width[:, dim])
-        elements += left % walked[block] * strides[block, dim]
-        left = left // walked[block]
+        inner *= width[:, dim]
+        walked = np.where(inner <= run, 1, width[:, dim])[block]  # not the dims inside a run
+        elements += left % walked * strides[block, dim]
+        left //= walked
     return Runs(base[block], offset[block] + elements * itemsize, run[block] * itemsize)
 
 
-class IovecCall:
+class IovecCall(NamedTuple):
     """The operands of one system call: runs here and runs there, of equally many bytes."""
 
-    __slots__ = ("_tables", "num_bytes", "operands")
-
-    def __init__(self, operands: tuple[int, ...], num_bytes: int, tables: object) -> None:
-        self.operands, self.num_bytes = operands, num_bytes
-        self._tables = tables  # the operands are addresses in them
+    operands: tuple[int, ...]
+    num_bytes: int
+    tables: object
+    """The operands are addresses in them."""
 
     @classmethod
     def single(cls, own: int, theirs: int, num_bytes: int) -> IovecCall:
@@ -279,13 +267,19 @@ class IovecPlan:
     def __init__(self, transfers: Sequence[Transfer], writing: bool) -> None:
         sides = []
         for own in (True, False):
-            parts = []
-            for one in transfers:
-                place = one.source if own == writing else one.destination
-                run = runs_of(place.base, place.offset, one.width, place.strides, one.itemsize)
-                parts.append(run)
+            places = [one.source if own == writing else one.destination for one in transfers]
+            parts = [
+                runs_of(at.base, at.offset, one.width, at.strides, one.itemsize)
+                for one, at in zip(transfers, places, strict=True)
+            ]
             sides.append(Runs(*map(np.concatenate, zip(*parts, strict=True))))
-        self._ends = _call_ends(*sides)
+        # A run in which a call ends counts in two calls: 2 less per call are within the limit.
+        lengths = [np.cumsum(side.length) for side in sides]
+        cuts = [done[MAX_PIECES - 3 :: MAX_PIECES - 2] for done in lengths]
+        total = lengths[0][-1:]
+        every = np.arange(MAX_BYTES, int(total[0]), MAX_BYTES)
+        self._ends = distinct(np.concatenate([every, *cuts, total]))
+        """Where calls end, in bytes from the start."""
         self._sides = [side.split_at(self._ends) for side in sides]
         self._last = [
             (np.searchsorted(np.cumsum(side.length), self._ends, side="left") + 1).tolist()
@@ -308,21 +302,3 @@ class IovecPlan:
             found.append(IovecCall(operands, end - done, tables))
             first, done = (one, other), end
         return found
-
-
-def _call_ends(own: Runs, theirs: Runs) -> Ints:
-    """Where calls end, in bytes from the start, so that each is within the kernel's limits."""
-    sides = [np.cumsum(side.length) for side in (own, theirs)]
-    total = int(sides[0][-1])
-    # Where a call ends inside a run of a side, that run counts in two calls.
-    for step in (MAX_PIECES, MAX_PIECES - 2):
-        cuts = [side[step - 1 :: step] for side in sides]
-        ends = distinct(np.concatenate([np.arange(MAX_BYTES, total, MAX_BYTES), *cuts, [total]]))
-        starts = np.concatenate([[0], ends[:-1]])
-        pieces = [
-            np.searchsorted(side, ends) - np.searchsorted(side, starts, side="right") + 1
-            for side in sides
-        ]
-        if np.max(pieces) <= MAX_PIECES:
-            break
-    return ends

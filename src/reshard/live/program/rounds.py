@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -91,8 +92,7 @@ class Transfer:
     @cached_property
     def at(self) -> Ints:
         """The number of elements of the transfer before each block."""
-        found: Ints = np.cumsum(self.sizes) - self.sizes
-        return found
+        return np.cumsum(self.sizes) - self.sizes
 
     @cached_property
     def num_bytes(self) -> int:
@@ -123,19 +123,15 @@ class Round:
     """What transports and sums have compiled for it."""
 
     @cached_property
-    def num_blocks(self) -> int:
-        """Blocks of all transfers."""
-        messages = [self.copies, *self.sends.values(), *self.receives.values()]
-        return sum(len(one.width) for transfers in messages for one in transfers)
+    def sides(self) -> tuple[list[Transfer], ...]:
+        """All transfers that are sent, received and copied on the rank."""
+        both = ([*chain(*side.values())] for side in (self.sends, self.receives))
+        return (*both, list(self.copies))
 
     @cached_property
-    def bytes(self) -> tuple[int, int, int]:
+    def bytes(self) -> tuple[int, ...]:
         """Bytes that are sent, received and copied on the rank."""
-        sent, received = (
-            sum(one.num_bytes for transfers in side.values() for one in transfers)
-            for side in (self.sends, self.receives)
-        )
-        return sent, received, sum(one.num_bytes for one in self.copies)
+        return tuple(sum(one.num_bytes for one in side) for side in self.sides)
 
     @cached_property
     def num_kept_bytes(self) -> int:
@@ -158,11 +154,9 @@ class Program:
         firsts = zip(self.names, (0, self.num_have), strict=True)
         numbers = [{name: n for n, name in enumerate(side, first)} for side, first in firsts]
         self._numbers = {
-            id(stack): [
-                np.array([numbers[side][names[side]] for names in stack.names], np.int64)
-                for side in (HAVE, WANT)
-            ]
+            (id(stack), side): np.array([numbers[side][one[side]] for one in stack.names], np.int64)
             for stack in plan.stacks
+            for side in (HAVE, WANT)
         }
         self.peak_bytes = plan.schedule.peak_bytes
         """The most that any rank stages in a round."""
@@ -181,9 +175,10 @@ class Program:
         found = self._kept.get(number)
         if found is None:
             found = self._compile(number)
-            if (self._num_blocks + found.num_blocks) * BLOCK_BYTES < MAX_KEPT_BYTES:
+            num_blocks = sum(len(one.width) for side in found.sides for one in side)
+            if (self._num_blocks + num_blocks) * BLOCK_BYTES < MAX_KEPT_BYTES:
                 found = self._kept.setdefault(number, found)
-                self._num_blocks += found.num_blocks
+                self._num_blocks += num_blocks
         return found
 
     @cached_property
@@ -222,7 +217,7 @@ class Program:
 
     def numbers_of(self, stack: Stack, side: int) -> Ints:
         """The base numbers of a stack's tensors on a side."""
-        return self._numbers[id(stack)][side]
+        return self._numbers[id(stack), side]
 
     def _compile(self, number: int) -> Round:
         copies, sends, receives = (dict[int, list[Transfer]]() for _ in range(3))
@@ -284,8 +279,7 @@ class Program:
                 mine = np.flatnonzero(base == number)
                 if len(mine):
                     offset[mine] = as_strided(offset[mine], shape, actual)
-                    flat = as_strided(strides[mine].ravel(), shape, actual)
-                    strides[mine] = flat.reshape(len(mine), -1)
+                    strides[mine] = as_strided(strides[mine], shape, actual)
         return Place(base, offset * itemsize(spec.dtype), strides, spec.dtype), plain
 
 
@@ -296,7 +290,7 @@ def as_strided(offset: Ints, shape: tuple[int, ...], strides: tuple[int, ...]) -
     """
     count = int(np.prod(shape, dtype=np.int64))
     index = np.unravel_index(offset % max(count, 1), shape) if shape else ()
-    total = np.zeros(len(offset), dtype=np.int64)
+    total = np.zeros_like(offset)
     for at, stride in zip(index, strides, strict=True):
         total += at * stride
     return total
