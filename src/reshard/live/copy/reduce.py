@@ -70,9 +70,8 @@ class OrderedSum:
         first = self._addends[0]
         self._firsts = [one for one in self._addends if one.addend == first.addend]
         self._op, self._dtype = first.op, first.stack.have.dtype
-        self._wide, self._want = accumulator(self._dtype), first.stack.want.dtype
+        self._wide, self._staging = accumulator(self._dtype), staging
         self._num_addends = 1 + self._addends[-1].addend
-        self._staging = staging
         self._blocks = self._in_same_blocks()
         self._on_host: HostCopies | None = None
         self._with_torch: TorchCopies | None = None
@@ -84,16 +83,18 @@ class OrderedSum:
     def _in_same_blocks(self) -> list[tuple[Sequence[int], list[_Operand]]] | None:
         """Shape, destination and operands of each block, if all addends have the same blocks."""
         addends, first = self._addends, self._addends[0]
-        small = first.num_bytes < MIN_BLOCK * len(first.width) and len(first.width) > FEW_BLOCKS
-        alike = self._dtype == first.dtype == self._want and self._dtype in DIRECT
-        if small or not alike or len(addends) < 2:
+        dtype, num_blocks = self._dtype, len(first.width)
+        small = first.num_bytes < MIN_BLOCK * num_blocks and num_blocks > FEW_BLOCKS
+        cast = not dtype == first.dtype == first.stack.want.dtype
+        floored = self._op == "avg" and dtype.startswith("int")
+        same = all(
+            one.addend == number
+            and np.array_equal(one.part, first.part)
+            and np.array_equal(one.width, first.width)
+            for number, one in enumerate(addends)
+        )
+        if small or cast or floored or dtype not in DIRECT or len(addends) < 2 or not same:
             return None
-        if self._op == "avg" and self._dtype.startswith("int"):
-            return None
-        for n, one in enumerate(addends):
-            same = np.array_equal(one.part, first.part) and np.array_equal(one.width, first.width)
-            if one.addend != n or not same:
-                return None
         places = [first.destination, *(one.source for one in addends)]
         columns = [_operands(place, first.itemsize) for place in places]
         packed = _operands(first.in_message(0, self._staging), first.itemsize)
@@ -109,8 +110,7 @@ class OrderedSum:
             self._on_host = self._on_host or HostCopies(self._copies())
             self._on_host.run(tensors, total.data_ptr(), total.nbytes)
         else:
-            on_gpu = gpu is not None and self._fits_gpu
-            device = gpu if gpu is not None and on_gpu else torch.device("cpu")
+            device = gpu if gpu is not None and self._fits_gpu else torch.device("cpu")
             total = self._total(tensors, arrived, device)
             self._with_torch = self._with_torch or TorchCopies(self._copies())
             self._with_torch.launch(TensorTable.of(tensors, total))
@@ -248,7 +248,7 @@ class _Parts:
         """
         places = self.places(transfer)
         ends = places + transfer.sizes
-        new = np.flatnonzero(np.concatenate([[True], places[1:] != ends[:-1]]))
+        new = np.flatnonzero(np.append(True, places[1:] != ends[:-1]))
         last = np.append(new[1:], len(places)) - 1
         columns = (places[new], ends[last], transfer.at[new])
         yield from zip(*(column.tolist() for column in columns), strict=True)

@@ -231,6 +231,9 @@ class CopyList:
     def __init__(self) -> None:
         self._rows: dict[tuple[str, str] | None, list[list[Ints]]] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
     def add(self, width: Ints, source: Place, destination: Place) -> None:
         """Copy blocks of this width from one place to another."""
         cast = (source.dtype, destination.dtype) if source.dtype != destination.dtype else None

@@ -64,10 +64,21 @@ class Policy:
         contiguous = all((run_lengths(width, one) == sizes).all() for one in transfer.strides)
         return Mode.WRITE if large and contiguous else Mode.STAGED
 
-    def message(self, peer: int, transfers: Sequence[Transfer], direct: bool) -> Message:
-        """Lay out a message; without ``direct`` all of it is staged."""
+    def message(
+        self,
+        peer: int,
+        transfers: Sequence[Transfer],
+        direct: bool,
+        allows: Callable[[Transfer, Mode], bool] = lambda transfer, mode: True,
+    ) -> Message:
+        """Lay out a message; without ``direct``, and where a mode is not allowed, it is staged."""
         total = sum(transfer.num_bytes for transfer in transfers)
-        return message_of(peer, transfers, (lambda one: self.mode(one, total)) if direct else None)
+
+        def mode(transfer: Transfer) -> Mode:
+            chosen = self.mode(transfer, total)
+            return chosen if chosen is Mode.STAGED or allows(transfer, chosen) else Mode.STAGED
+
+        return message_of(peer, transfers, mode if direct else None)
 
 
 HOST = Policy(eager_bytes=7 << 19)

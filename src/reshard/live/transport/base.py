@@ -146,8 +146,7 @@ class CompiledMessage:
         """Compile a message that this rank receives."""
         copies = CopyList()
         addends = message.unpack(copies, 0, bound.staging)
-        unpacks = len(addends) < len(message.staged)
-        unpack = compile_copies(copies, bound) if unpacks else None
+        unpack = compile_copies(copies, bound) if copies else None
         iovecs = IovecPlan(message.reads, False) if message.reads else None
         return cls(message, unpack, addends, 0, iovecs, awaited)
 

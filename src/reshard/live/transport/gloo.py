@@ -37,25 +37,17 @@ END_SECONDS = 1.0
 """Seconds that a worker may take to notice that its connection was cut."""
 
 
-def _bytes_of(tensor: torch.Tensor, offset: int, size: int) -> torch.Tensor:
-    """So many bytes of a contiguous tensor, from an offset in bytes.
-
-    torch considers a tensor of one element contiguous whatever its strides are, but views it as
-    bytes only if its last stride is 1.
-    """
-    item = tensor.element_size()
-    at = tensor.storage_offset() + offset // item
-    return tensor.detach().as_strided((size // item,), (1,), at).view(torch.uint8)
-
-
 def direct_views(message: Message, bound: BoundTensors, sending: bool) -> Iterator[torch.Tensor]:
     """The memory of transfers that are not staged, block by block, as bytes."""
     for transfer in message.writes:
-        place = transfer.source if sending else transfer.destination
-        sizes = (transfer.sizes * transfer.itemsize).tolist()
-        columns = (place.base.tolist(), place.offset.tolist(), sizes)
-        for base, offset, size in zip(*columns, strict=True):
-            yield _bytes_of(bound.tensors[base], offset, size)
+        place, item = transfer.source if sending else transfer.destination, transfer.itemsize
+        rows = zip(place.base.tolist(), place.offset.tolist(), transfer.sizes.tolist(), strict=True)
+        for base, offset, size in rows:
+            tensor = bound.tensors[base].detach()
+            # torch considers a tensor of one element contiguous whatever its strides are, but views
+            # it as bytes only if its last stride is 1.
+            at = tensor.storage_offset() + offset // item
+            yield tensor.as_strided((size,), (1,), at).view(torch.uint8)
 
 
 class GlooHellos:
@@ -67,11 +59,17 @@ class GlooHellos:
         self.tag = watch.call % (1 << 20)
         self._kept: list[torch.Tensor] = []
 
-    def index(self, peer: int) -> int:
-        """The number of a rank in the group."""
-        return self.watch.connections.ranks.index(peer)
+    def send(self, peer: int, tensors: Iterable[torch.Tensor]) -> list[Pending]:
+        """Begin to send bytes to a peer."""
+        index = self.watch.connections.ranks.index(peer)
+        return [self.group.send(index, tensor, self.tag) for tensor in tensors]
 
-    def send(self, peers: Iterable[int], hello: Hello) -> None:
+    def receive(self, peer: int, tensors: Iterable[torch.Tensor]) -> list[Pending]:
+        """Begin to receive bytes from a peer."""
+        index = self.watch.connections.ranks.index(peer)
+        return [self.group.receive(index, tensor, self.tag) for tensor in tensors]
+
+    def exchange(self, peers: Iterable[int], hello: Hello) -> None:
         """Send a Hello to peers and receive theirs; a peer has called when both are complete.
 
         gloo drops a message, or sends freed memory, if the send is destroyed before it is complete,
@@ -82,39 +80,38 @@ class GlooHellos:
             own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             theirs = torch.empty(len(data), dtype=torch.uint8, device="cpu")
             self._kept += [own, theirs]
-            index = self.index(peer)
-            send = self.group.send(index, own, self.tag)
-            works = [send, self.group.receive(index, theirs, self.tag)]
-            self.when_done(works, partial(self._received, peer, theirs), [peer])
+            works = self.send(peer, [own]) + self.receive(peer, [theirs])
+            self.when_done(works, [peer], partial(self._received, peer, theirs))
 
-    def _received(self, peer: int, data: torch.Tensor, error: str | None) -> None:
+    def _received(self, peer: int, data: torch.Tensor) -> None:
         message = decode(bytes(data.numpy()))
-        if error is None and isinstance(message, Hello):
+        if isinstance(message, Hello):
             self.watch.inbox.put(peer, message)
         else:
-            self.broken(peer, error or "it sent something else than a Hello")
+            self._broken(peer, "it sent something else than a Hello")
 
-    def broken(self, peer: int, error: str) -> None:
+    def _broken(self, peer: int, error: str) -> None:
         """Record that a connection failed: by itself, or because another call had to cut it."""
         if self.group.cut_because is not None:
             self.watch.cut_by = self.group.cut_because
         self.watch.broken[peer] = error
 
     def when_done(
-        self, works: Sequence[Pending], then: Callable[[str | None], None], peers: Sequence[int]
+        self, works: Sequence[Pending], peers: Sequence[int], then: Callable[[], None]
     ) -> None:
-        """Call back when messages are complete, with an error if there was one; then wake waits."""
+        """Call back when messages with peers are complete, or record why not; then wake waits."""
         watch = self.watch
 
         def wait() -> None:
-            error = None
             try:
                 for work in works:
                     work(NO_LIMIT)
                     watch.inbox.heard.update(dict.fromkeys(peers, time.monotonic()))
             except RuntimeError as failure:
-                error = in_short(failure)
-            then(error)
+                for peer in peers:
+                    self._broken(peer, in_short(failure))
+            else:
+                then()
             watch.mailbox.wake()
 
         self.worker.submit(wait)
@@ -161,8 +158,7 @@ class GlooTransport(Transport):
 
     def send_hellos(self) -> None:
         """Send Hellos, which say whether this rank's tensors are plain memory."""
-        hello = self.watch.hello(strided=int(not self.bound.is_plain))
-        self._hellos.send(self.peers, hello)
+        self._hellos.exchange(self.peers, self.watch.hello(strided=int(not self.bound.is_plain)))
 
     def begin(self, round_: Round) -> int:
         """Begin to receive the messages of a round, then pack and send this rank's."""
@@ -180,39 +176,28 @@ class GlooTransport(Transport):
                 tensors.insert(0, buffer[:size])
             self._unsent.add(peer)
             self._kept += tensors
-            index, tag = self._hellos.index(peer), self._hellos.tag
-            works += [self._group.send(index, tensor, tag) for tensor in tensors]
+            works += self._hellos.send(peer, tensors)
             staged += size
         if works:
-            peers = sorted(self._unsent)
-            self._hellos.when_done(works, self._sent, peers)
+            self._hellos.when_done(works, sorted(self._unsent), self._sent)
         return staged
 
-    def _sent(self, error: str | None) -> None:
-        if error is None:
-            self._kept.clear()
-            self._unsent = set()
-            return
-        for peer in self._unsent:
-            self._hellos.broken(peer, error)
+    def _sent(self) -> None:
+        self._kept.clear()
+        self._unsent = set()
 
     def _begin_receiving(self, peer: int, number: int, message: CompiledMessage) -> int:
         size = message.message.staged_bytes
         empty = torch.empty(0, dtype=torch.uint8, device="cpu")
         buffer = self._group.take_buffer(size) if size else empty
         tensors = ([buffer[:size]] if size else []) + self._pieces(message.message, False)
-        index, tag = self._hellos.index(peer), self._hellos.tag
         self._arrivals[peer, number] = buffer
-        works = [self._group.receive(index, tensor, tag) for tensor in tensors]
 
-        def then(error: str | None) -> None:
+        def then() -> None:
             tensors.clear()  # they keep the memory alive
-            if error is None:
-                self.watch.inbox.put(peer, Ready(self.watch.call, number))
-            else:
-                self._hellos.broken(peer, error)
+            self.watch.inbox.put(peer, Ready(self.watch.call, number))
 
-        self._hellos.when_done(works, then, [peer])
+        self._hellos.when_done(self._hellos.receive(peer, tensors), [peer], then)
         return size
 
     def _pieces(self, message: Message, sending: bool) -> list[torch.Tensor]:
@@ -259,10 +244,10 @@ class GlooTransport(Transport):
         found: dict[int, CompiledMessage] | None = round_.kept.get(key)
         if found is None:
             side = round_.sends if sending else round_.receives
-            mine = {peer: transfers for peer, transfers in side.items() if peer in self.peers}
             found = round_.kept[key] = {
                 peer: self._compile(GLOO.message(peer, transfers, peer in direct), sending)
-                for peer, transfers in mine.items()
+                for peer, transfers in side.items()
+                if peer in self.peers
             }
         return found
 
@@ -271,5 +256,4 @@ class GlooTransport(Transport):
             return CompiledMessage.received(message, self.bound)
         copies = CopyList()
         message.pack(copies, 0, self.bound.staging)
-        pack = compile_copies(copies, self.bound) if message.staged else None
-        return CompiledMessage(message, pack)
+        return CompiledMessage(message, compile_copies(copies, self.bound) if copies else None)

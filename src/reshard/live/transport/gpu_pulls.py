@@ -49,28 +49,26 @@ class Pull:
         """The step that each peer must have reached before."""
         self.addends: list[tuple[Transfer, int]] = []
         """Where addends are put in the staging buffer."""
-        self.staging_bytes, self._staging, self._copies = 0, staging, CopyList()
-        self.any = False
-        """Whether there is anything to copy."""
+        self.staging_bytes, self._staging, self.listed = 0, staging, CopyList()
 
     def add(self, transfer: Transfer, source: Place, peer: int = -1, step: int = 0) -> None:
         """Copy into the destination, or an addend into the staging buffer.
 
         What is read from a peer must be ready there: it is after this step.
         """
-        self.any, destination = True, transfer.destination
+        destination = transfer.destination
         if step:
             self.waits[peer] = max(step, self.waits.get(peer, 0))
         if transfer.addend >= 0:
             destination = transfer.in_message(self.staging_bytes, self._staging)
             self.addends.append((transfer, self.staging_bytes))
             self.staging_bytes += on_grid(transfer.num_bytes)
-        self._copies.add(transfer.width, source, destination)
+        self.listed.add(transfer.width, source, destination)
 
     @cached_property
     def copies(self) -> TorchCopies:
         """All copies, compiled."""
-        return TorchCopies(self._copies)
+        return TorchCopies(self.listed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +132,7 @@ class Pulls:
                     place = replace(transfer.source, base=base)
                     part = rest if transfer.hop or transfer.addend >= 0 else first
                     part.add(transfer, place, peer, step if transfer.hop else ENTERED)
-            if rest.any:
+            if rest.listed:
                 later[round_.number] = rest
         return cls(first, later, min(later, default=len(rounds)), numbers, places)
 

@@ -23,15 +23,7 @@ from reshard.live.copy.reduce import Arrived
 from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.blocks import CopyList
-from reshard.live.program.messages import (
-    DIRECT,
-    HOST,
-    IovecCall,
-    IovecPlan,
-    Message,
-    Mode,
-    message_of,
-)
+from reshard.live.program.messages import DIRECT, HOST, IovecCall, IovecPlan, Message, Mode
 from reshard.live.program.rounds import Program, Round, Transfer
 from reshard.live.session.control import Hello, Ready, Released
 from reshard.live.session.shared_memory import SharedBuffer
@@ -112,25 +104,15 @@ class PeerMemory:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Batch:
-    """Messages of one round that this rank sends together."""
-
-    messages: Mapping[int, CompiledMessage]
-    """By peer."""
-    pack: Copies | None = None
-    """Packs all of them."""
-    unread: frozenset[int] = frozenset()
-    """Peers that may read staged messages after the call has returned."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
 class _HostRound:
     """The messages between this rank and the peers of its host in one round, compiled."""
 
-    eager: _Batch
+    later: dict[int, CompiledMessage]
+    eager: dict[int, CompiledMessage]
     """What goes with the Hellos: messages of the first round that need no address of the peer's
     tensors."""
-    later: _Batch
+    packs: Sequence[Copies | None]
+    """What packs those that are sent later, and the eager ones."""
     receives: dict[int, CompiledMessage]
     end: int
     """Where messages end in the shared buffer."""
@@ -138,6 +120,8 @@ class _HostRound:
     """Bytes that are staged."""
     awaited: frozenset[int]
     """Peers that must have read their messages before the round ends."""
+    unread: frozenset[int]
+    """Peers that may read staged messages after the call has returned."""
     accessed: Sequence[int]
     """Peers whose tensors this rank reads or writes."""
     direct: bool
@@ -203,10 +187,10 @@ class HostTransport(Transport):
         messages: Mapping[int, CompiledMessage] = {}
         if self.program.num_rounds:
             first = self._compiled(self.program.round(0), ())
-            messages = first.eager.messages
+            messages = first.eager
             if first.direct:
                 bound.note_repeated()
-            self._stage(first.eager, first.end)
+            self._stage(first, 1)
         published = self._published = bound.published
         strided, at = int(not bound.is_plain), published.buffer_info()[0]
         hello = self.watch.hello(strided=strided, table_at=at)
@@ -225,10 +209,10 @@ class HostTransport(Transport):
     def begin(self, round_: Round) -> int:
         """Write into tensors of peers, stage, and announce what did not go with the Hellos."""
         compiled, bound = self._round(round_), self.bound
-        sends = compiled.later.messages
+        sends = compiled.later
         if not sends:
             return compiled.staged
-        self._stage(compiled.later, compiled.end)
+        self._stage(compiled, 0)
         for peer, send in sends.items():
             if send.iovecs is not None:
                 theirs = self._memory.table(peer, bound.staging)
@@ -242,18 +226,19 @@ class HostTransport(Transport):
             self.watch.mailbox.send(peer, ready, fd)
         return compiled.staged
 
-    def _stage(self, batch: _Batch, end: int) -> None:
-        """Pack messages into the shared buffer, in which those of the round end there."""
-        if batch.pack is None:
+    def _stage(self, compiled: _HostRound, eager: int) -> None:
+        """Pack the eager messages of a round, or the others, into the shared buffer."""
+        pack = compiled.packs[eager]
+        if pack is None:
             return
-        if self._needs_buffer or not self._buffers or self._buffers[-1].num_bytes < end:
+        if self._needs_buffer or not self._buffers or self._buffers[-1].num_bytes < compiled.end:
             self._needs_buffer = False
             rounds = self.program.num_rounds if self.program.defers_release else 1
-            size = max(end, rounds * self.program.peak_bytes)
+            size = max(compiled.end, rounds * self.program.peak_bytes)
             self._buffers.append(self._connections.buffers.take(size))
-        self._unread_by |= batch.unread
+        self._unread_by |= compiled.unread
         buffer = self._buffers[-1]
-        batch.pack.run(self.bound, buffer.address, buffer.num_bytes)
+        pack.run(self.bound, buffer.address, buffer.num_bytes)
 
     def receive(self, round_: Round, peers: Collection[int], arrived: Arrived) -> None:
         """Unpack the staged parts of messages, and read the others from the senders' tensors."""
@@ -323,7 +308,7 @@ class HostTransport(Transport):
         number, staging, start = round_.number, self.bound.staging, 0
         if self.program.defers_release and number:
             start = self._round(self.program.round(number - 1)).end
-        sent = self._compiled(round_, ()).eager.messages if masked and not number else None
+        sent = self._compiled(round_, ()).eager if masked and not number else None
         batches: tuple[dict[int, CompiledMessage], ...] = ({}, {})
         lists, at = (CopyList(), CopyList()), start
         # Each rank begins with another peer: several that write to one slow each other down.
@@ -342,37 +327,25 @@ class HostTransport(Transport):
             message = self._message(peer, round_.receives[peer], False, masked)
             awaited = self._is_awaited(message)
             receives[peer] = CompiledMessage.received(message, self.bound, awaited)
-        later, eagerly = map(self._batch, batches, lists)
-        sends = {**later.messages, **eagerly.messages}
-        waits = frozenset(peer for peer, send in sends.items() if send.awaited)
-        accessed = {peer for peer, send in sends.items() if send.message.writes}
-        accessed |= {peer for peer, one in receives.items() if one.message.reads}
-        both = [one.message for side in (sends, receives) for one in side.values()]
-        direct = any(message.reads or message.writes for message in both)
-        return _HostRound(eagerly, later, receives, at, at - start, waits, sorted(accessed), direct)
-
-    def _batch(self, messages: dict[int, CompiledMessage], copies: CopyList) -> _Batch:
-        staged = {peer: one for peer, one in messages.items() if one.message.staged}
-        pack = compile_copies(copies, self.bound) if staged else None
-        unread = frozenset(peer for peer, one in staged.items() if not one.awaited)
-        return _Batch(messages, pack, unread)
+        packs = [compile_copies(copies, self.bound) if copies else None for copies in lists]
+        sends, gets = ([*batches[0].values(), *batches[1].values()], receives.values())
+        waits = frozenset(one.message.peer for one in sends if one.awaited)
+        unread = frozenset(one.message.peer for one in sends if one.message.staged) - waits
+        accessed = {one.message.peer for one in sends if one.message.writes}
+        accessed |= {one.message.peer for one in gets if one.message.reads}
+        direct = any(one.message.reads or one.message.writes for one in (*sends, *gets))
+        more = (waits, unread, sorted(accessed), direct)
+        return _HostRound(batches[0], batches[1], packs, receives, at, at - start, *more)
 
     def _message(
         self, peer: int, transfers: Sequence[Transfer], sending: bool, masked: bool
     ) -> Message:
-        if peer not in self._direct:
-            return message_of(peer, transfers)
-        total = sum(transfer.num_bytes for transfer in transfers)
-
-        def mode(transfer: Transfer) -> Mode:
-            chosen = self._policy.mode(transfer, total)
-            if chosen is Mode.STAGED:
-                return chosen
-            reads = chosen is Mode.READ
+        def allows(transfer: Transfer, mode: Mode) -> bool:
+            reads = mode is Mode.READ
             base = transfer.source.base if reads else transfer.destination.base
-            return chosen if self._may_touch(peer, base, masked, reads == sending) else Mode.STAGED
+            return self._may_touch(peer, base, masked, reads == sending)
 
-        return message_of(peer, transfers, mode)
+        return self._policy.message(peer, transfers, peer in self._direct, allows)
 
     def _may_touch(self, peer: int, base: Ints, masked: bool, own: bool) -> bool:
         """Whether the tensors that another process would read or write are plain memory."""

@@ -198,7 +198,7 @@ class NcclTransport(Transport):
         for peer in self._near:
             self.watch.mailbox.send(peer, hello)
         if self._far is not None:
-            self._far.send(self.peers - self._near, hello)
+            self._far.exchange(self.peers - self._near, hello)
 
     def _open(self) -> TensorTable:
         """Get the group and the staging buffer of the call, once all peers have called."""
