@@ -28,7 +28,7 @@ import numpy as np
 from reshard.dtypes import itemsize
 from reshard.errors import PlanError
 from reshard.layout.box import Interval, length_of, row_major
-from reshard.layout.columns import Ints
+from reshard.layout.columns import Ints, spread
 from reshard.layout.layout import BoxLayout, Layout
 
 __all__ = ["CopyBlocks", "CopyList", "FindOffsets", "Place", "blocks_of", "local_offsets"]
@@ -57,10 +57,8 @@ def blocks_of(cell_width: Ints, num_tensors: int, start: Ints, stop: Ints) -> Bl
     """
     stacked = np.insert(cell_width, 0, num_tensors, axis=1)
     row, low, width = _flat_boxes(stacked, start, stop)
-    counts = width[:, 0]
-    old = np.repeat(np.arange(len(row)), counts)
-    within = np.arange(len(old)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return Blocks(row[old], low[old, 0] + within, low[old, 1:], width[old, 1:])
+    old, tensor = spread(low[:, 0], width[:, 0])
+    return Blocks(row[old], tensor, low[old, 1:], width[old, 1:])
 
 
 def _flat_boxes(shapes: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reshard.layout.columns import Ints, distinct
+from reshard.layout.columns import Ints, distinct, spread
 from reshard.live.program.blocks import CopyList
 from reshard.live.program.rounds import Transfer
 
@@ -241,8 +241,7 @@ def runs_of(base: Ints, offset: Ints, width: Ints, strides: Ints, itemsize: int)
     """
     run = run_lengths(width, strides)
     counts = np.prod(width, axis=1, dtype=np.int64) // run
-    block = np.repeat(np.arange(len(width)), counts)
-    left = np.arange(len(block)) - (np.cumsum(counts) - counts)[block]
+    block, left = spread(np.zeros_like(counts), counts)
     elements, inner = np.zeros(len(block), dtype=np.int64), np.ones_like(run)
     for dim in reversed(range(width.shape[1])):
         inner *= width[:, dim]

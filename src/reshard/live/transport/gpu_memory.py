@@ -35,10 +35,8 @@ __all__ = [
     "Exports", "GpuMemory", "Mappings", "Published", "StagingBuffer", "Table", "has_gpu",
 ]  # fmt: skip
 
-
-class _Export(NamedTuple):
-    allocation: Allocation
-    handle: bytes
+Export = tuple[Allocation, bytes]
+"""An allocation and its handle."""
 
 
 class Exports:
@@ -46,23 +44,23 @@ class Exports:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._known: list[_Export] = []
+        self._known: list[Export] = []
         """By address."""
         self._bases = self._ends = np.zeros(0, np.int64)
 
     def refresh(self) -> None:
         """Forget allocations that were freed."""
         number = self._driver.number
-        live = [one for one in self._known if number(one.allocation.base) == one.allocation.number]
+        live = [one for one in self._known if number(one[0].base) == one[0].number]
         if len(live) < len(self._known):
             self._keep(live)
 
     @property
     def numbers(self) -> list[int]:
         """The numbers of the allocations that have been exported and not freed."""
-        return [one.allocation.number for one in self._known]
+        return [allocation.number for allocation, _ in self._known]
 
-    def of(self, starts: Ints, ends: Ints) -> list[_Export]:
+    def of(self, starts: Ints, ends: Ints) -> list[Export]:
         """The allocations that ranges of memory are in; a `CudaError` says why one has none."""
         while True:
             rows = np.searchsorted(self._bases, starts, side="right") - 1
@@ -73,17 +71,16 @@ class Exports:
             found = self._driver.allocation(int(starts[first]))
             if ends[first] > found.base + found.num_bytes:
                 raise CudaError("the tensor is in several allocations, as expandable segments are")
-            self._keep([*self._known, _Export(found, self._driver.export(found.base))])
+            self._keep([*self._known, (found, self._driver.export(found.base))])
 
-    def _keep(self, exports: Sequence[_Export]) -> None:
-        self._known = sorted(exports, key=lambda one: one.allocation.base)
-        places = [one.allocation[:2] for one in self._known]
+    def _keep(self, exports: Sequence[Export]) -> None:
+        self._known = sorted(exports, key=lambda one: one[0].base)
+        places = [allocation[:2] for allocation, _ in self._known]
         self._bases, sizes = np.array(places, np.int64).reshape(-1, 2).T
         self._ends = self._bases + sizes
 
 
-HANDLE_WORDS = HANDLE_BYTES // 8
-EXPORT_WORDS = 3 + HANDLE_WORDS
+EXPORT_WORDS = 3 + HANDLE_BYTES // 8
 HEADER_WORDS = 4
 MAGIC = 0x7273_6770_7501
 
@@ -103,7 +100,7 @@ class Table:
     """Start and end of tensors, by base number: 2 columns."""
 
     @classmethod
-    def of(cls, live: Sequence[int], exports: Sequence[_Export], ranges: Ints) -> Table:
+    def of(cls, live: Sequence[int], exports: Sequence[Export], ranges: Ints) -> Table:
         """The table of this rank."""
         rows = np.zeros((len(exports), EXPORT_WORDS), np.int64)
         for row, (allocation, handle) in zip(rows, exports, strict=True):
@@ -138,17 +135,13 @@ class Table:
         return cls(words[:first], rows, words[second:].reshape(tensors, 2))
 
 
-class _Mapped(NamedTuple):
-    handle: bytes
-    address: int
-
-
 class Mappings:
-    """Allocations of peers that this process has mapped, by peer and number."""
+    """Allocations of peers that this process has mapped."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._mapped: dict[int, dict[int, _Mapped]] = {}
+        self._mapped: dict[int, dict[int, tuple[bytes, int]]] = {}
+        """By peer and number of the allocation, its handle and its address here."""
         self._unused: list[tuple[Callable[[], bool], int]] = []
         """Mappings to close, each once no GPU work reads it any more."""
         self.generation = 0
@@ -161,22 +154,21 @@ class Mappings:
         """
         mapped, live = self._mapped.setdefault(peer, {}), set(table.live.tolist())
         for number in mapped.keys() - live:
-            self._unused.append((is_idle, mapped.pop(number).address))
+            self._unused.append((is_idle, mapped.pop(number)[1]))
             self.generation += 1
         self.sweep()
         for row in table.exports:
             number, handle = int(row[0]), row[3:].tobytes()
-            known = mapped.get(number)
-            if known is not None and known.handle == handle:
+            if number in mapped and mapped[number][0] == handle:
                 continue
-            if known is not None:
-                self._unused.append((is_idle, mapped.pop(number).address))
+            if number in mapped:
+                self._unused.append((is_idle, mapped.pop(number)[1]))
             address, num_bytes = self._driver.open(handle), int(row[2])
             there = self._driver.allocation(address)
             if there.base + there.num_bytes < address + num_bytes:
                 self._driver.close(address)
                 raise ValueError(f"an allocation of {there.num_bytes} bytes instead of {num_bytes}")
-            mapped[number] = _Mapped(handle, address)
+            mapped[number] = handle, address
 
     def addresses(self, peer: int, table: Table, numbers: Ints) -> Ints:
         """Where tensors of a peer are in this process; ValueError if they are nowhere."""
@@ -186,8 +178,7 @@ class Mappings:
         outside = not len(bases) or rows.min(initial=0) < 0
         if outside or ((starts < bases[rows]) | (ends > (bases + sizes)[rows])).any():
             raise ValueError("tensors outside the memory that was exported")
-        mapped = self._mapped[peer]
-        here = [mapped[number].address for number in table.exports[:, 0].tolist()]
+        here = [self._mapped[peer][number][1] for number in table.exports[:, 0].tolist()]
         found: Ints = starts - bases[rows] + np.array(here, np.int64)[rows]
         return found
 
@@ -205,7 +196,7 @@ class Mappings:
     def drop(self, is_idle: Callable[[], bool]) -> None:
         """Unmap everything."""
         for mapped in self._mapped.values():
-            self._unused += [(is_idle, one.address) for one in mapped.values()]
+            self._unused += [(is_idle, address) for _, address in mapped.values()]
         self._mapped.clear()
         self.generation += 1
         self.sweep()
