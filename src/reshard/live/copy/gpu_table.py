@@ -43,10 +43,8 @@ EDGE_BYTES = 256
 SHIFTED, ROWS = 1 << 40, 1 << 41
 """Added to the bytes of a row, in place of a unit: units are then 16 bytes of the destination's
 grid, put together from shifted words. With `ROWS` every tile is in one row."""
-SHIFTED_BYTES = 256
-"""Shorter rows are not divided like that; the kernel needs at least 32."""
-SHIFTED_UNITS = 8
-"""Only rows whose units would be narrower than this."""
+SHIFTED_BYTES = 256  # shorter rows are not divided like that; the kernel needs at least 32
+SHIFTED_UNITS = 8  # only rows whose units would be narrower than this
 
 FIELDS = 24
 """Columns of a launch row: source, its offset, destination, its offset, first tile, units, unit,
@@ -75,14 +73,10 @@ class Cast:
 class Strided:
     """Blocks whose strides are in bytes. Columns of both sides have the source's first."""
 
-    base: Ints
-    """Numbers in the table of base addresses: 2 sides, blocks."""
-    offset: Ints
-    """2 sides, blocks."""
-    widths: Ints
-    """Blocks, dims."""
-    strides: Ints
-    """2 sides, blocks, dims."""
+    base: Ints  # numbers in the table of base addresses: 2 sides, blocks
+    offset: Ints  # 2 sides, blocks
+    widths: Ints  # blocks, dims
+    strides: Ints  # 2 sides, blocks, dims
     unit: Ints
     """Bytes (of a cast: elements) that one index stands for; or those of a row with `SHIFTED` or
     `ROWS`."""
@@ -109,19 +103,14 @@ class Strided:
 class LaunchTable:
     """What a kernel needs to know of all blocks, but for the addresses of the tensors."""
 
-    rows: Ints
-    """One row of ``FIELDS`` numbers per block."""
-    tiles: np.ndarray[Any, np.dtype[np.int32]]
-    """The block of each tile."""
-    lanes: int
-    """Units of one tile."""
-    num_warps: int
-    """Warps that copy one tile."""
+    rows: Ints  # one row of ``FIELDS`` numbers per block
+    tiles: np.ndarray[Any, np.dtype[np.int32]]  # the block of each tile
+    lanes: int  # units of one tile
+    num_warps: int  # warps that copy one tile
     num_dims: int
     units: tuple[int, ...]
     """The sizes of units that occur, in bytes (of a cast: in elements), `SHIFTED` or `ROWS`."""
-    wide: bool
-    """Whether offsets inside a block need 64 bits."""
+    wide: bool  # whether offsets inside a block need 64 bits
 
 
 def merged_blocks(blocks: CopyBlocks, phase: Ints, cast: Cast | None = None) -> Strided:

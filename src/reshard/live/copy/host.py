@@ -52,8 +52,7 @@ def array_at(
 MAX_KEPT = 4
 """Sets of base addresses for which arrays are kept: deferred eager messages of 3 calls, and 1."""
 
-MAX_ARRAYS = 1024
-"""Tables of more strided blocks keep arrays for the last base addresses only."""
+MAX_ARRAYS = 1024  # tables of more strided blocks keep arrays for the last base addresses only
 
 FEW_BLOCKS = 64
 """Up to so many blocks are copied in a loop over plain numbers, without arrays of addresses."""
@@ -75,8 +74,7 @@ class Bases(Protocol):
     """Tensors by base number."""
 
     tensors: dict[int, torch.Tensor]
-    addresses: list[int]
-    """The base addresses; the staging buffer's is last."""
+    addresses: list[int]  # the base addresses; the staging buffer's is last
 
     @property
     def table(self) -> Ints:

@@ -38,8 +38,7 @@ FEW_BLOCKS = 64
 SLICE_BYTES = 1 << 18
 """Of one addend: a slice of every addend and of the sum should fit into the cache of a core."""
 
-ON_HOST = ("uint16", "uint32", "uint64", "complex32")
-"""Dtypes that torch does not add up on a GPU."""
+ON_HOST = ("uint16", "uint32", "uint64", "complex32")  # dtypes that torch does not add up on a GPU
 
 OPS = {
     "sum": np.add, "avg": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum,

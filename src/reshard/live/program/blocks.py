@@ -41,10 +41,8 @@ class Blocks(NamedTuple):
     """Boxes of single tensors inside their cells, in the order of the rows."""
 
     row: Ints
-    tensor: Ints
-    """Which tensor of the stack."""
-    low: Ints
-    """Where each block starts in its cell, one column per dim."""
+    tensor: Ints  # which tensor of the stack
+    low: Ints  # where each block starts in its cell, one column per dim
     width: Ints
 
 
@@ -165,12 +163,9 @@ def packed_strides(width: Ints) -> Ints:
 class Place:
     """Where blocks are: one row per block."""
 
-    base: Ints
-    """Numbers in the table of base addresses."""
-    offset: Ints
-    """Bytes from there."""
-    strides: Ints
-    """Elements from one index to the next, one column per dim."""
+    base: Ints  # numbers in the table of base addresses
+    offset: Ints  # bytes from there
+    strides: Ints  # elements from one index to the next, one column per dim
     dtype: str
 
     @classmethod
@@ -188,19 +183,14 @@ class CopyBlocks:
     Blocks of fewer dims than the others are filled up with dims of width 1.
     """
 
-    source: Ints
-    """Numbers in the table of base addresses."""
+    source: Ints  # numbers in the table of base addresses
     destination: Ints
-    source_offset: Ints
-    """Bytes from the base address."""
+    source_offset: Ints  # bytes from the base address
     destination_offset: Ints
-    widths: Ints
-    """Elements along each dim, outermost first: one row of D numbers per block."""
-    source_strides: Ints
-    """Elements from one index to the next, per dim."""
+    widths: Ints  # elements along each dim, outermost first: one row of D numbers per block
+    source_strides: Ints  # elements from one index to the next, per dim
     destination_strides: Ints
-    itemsize: Ints
-    """Bytes of one element; of the source, where elements are cast."""
+    itemsize: Ints  # bytes of one element; of the source, where elements are cast
     cast: tuple[str, str] | None = field(default=None, kw_only=True)
     """Source and destination dtype of all blocks; None if bytes are copied unchanged."""
 

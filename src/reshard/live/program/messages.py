@@ -49,8 +49,7 @@ class Policy:
     """A message of at most so many bytes is staged, whatever its blocks look like."""
     block_bytes: int = 0
     """Direct blocks must have so many bytes on average and be contiguous on both sides; 0: any."""
-    forced: bool = False
-    """Whether to read what would be cheaper to stage."""
+    forced: bool = False  # whether to read what would be cheaper to stage
 
     def mode(self, transfer: Transfer, message_bytes: int) -> Mode:
         """The mode of a transfer in a message of so many bytes, between contiguous tensors."""
@@ -87,8 +86,7 @@ DIRECT = Policy(eager_bytes=-1, forced=True)
 """``transport="peer"``: whatever can go directly between tensors does, however small."""
 GLOO = Policy(block_bytes=64 << 10)
 """Measured on gloo: from this size on, packing costs more than one more message."""
-NCCL = Policy(block_bytes=512 << 10)
-"""A message of its own costs a few microseconds."""
+NCCL = Policy(block_bytes=512 << 10)  # A message of its own costs a few microseconds
 
 NS_PER_THEIR_RUN = 220
 NS_PER_OWN_RUN = 45
@@ -125,8 +123,7 @@ class Message:
     writes: Sequence[Transfer]
     staged_bytes: int
     num_bytes: int
-    name: str
-    """The first tensor in it, for errors."""
+    name: str  # the first tensor in it, for errors
 
     @property
     def alignment(self) -> int:
@@ -189,11 +186,8 @@ def lay_out(messages: Iterable[Message], at: int = 0) -> tuple[list[tuple[Messag
     return found, at
 
 
-MAX_PIECES = 1024
-"""The kernel's limit of runs per side and system call (UIO_MAXIOV)."""
-
-RUN_BYTES = 16
-"""Bytes of a run in the kernel's table: its address and its length."""
+MAX_PIECES = 1024  # the kernel's limit of runs per side and system call (UIO_MAXIOV)
+RUN_BYTES = 16  # bytes of a run in the kernel's table: its address and its length
 
 MAX_BYTES = 8 << 20
 """Bytes of one system call: few enough that an abort is seen within milliseconds."""
@@ -217,8 +211,7 @@ def run_lengths(width: Ints, strides: Ints) -> Ints:
 class Runs(NamedTuple):
     """A list of runs: tensor, offset and length of each, in bytes."""
 
-    base: Ints
-    """The tensor's number in the table of base addresses."""
+    base: Ints  # the tensor's number in the table of base addresses
     offset: Ints
     length: Ints
 
@@ -256,8 +249,7 @@ class IovecCall(NamedTuple):
 
     operands: tuple[int, ...]
     num_bytes: int
-    tables: object
-    """The operands are addresses in them."""
+    tables: object  # the operands are addresses in them
 
     @classmethod
     def single(cls, own: int, theirs: int, num_bytes: int) -> IovecCall:

@@ -24,14 +24,12 @@ from reshard.planning.rank import Rows
 
 __all__ = ["HAVE", "WANT", "Program", "Round", "Strides", "Transfer", "as_strided"]
 
-HAVE, WANT = 0, 1
-"""The two sides of a move: source tensors and destination tensors."""
+HAVE, WANT = 0, 1  # the two sides of a move: source tensors and destination tensors
 
 MAX_KEPT_BYTES = 128 << 20
 """What a program keeps between calls; further rounds are compiled in every call."""
 
-BLOCK_BYTES = 512
-"""Approximate size of a block with everything that is compiled for it."""
+BLOCK_BYTES = 512  # approximate size of a block with everything that is compiled for it
 
 MAX_DEFERRED_BYTES = 32 << 20
 """Bytes of eager messages in all rounds of a call whose sender does not wait for their release."""
@@ -48,14 +46,10 @@ class Transfer:
     """Blocks of one stack that go from one rank to another in one round."""
 
     stack: Stack
-    hop: int
-    """0: read from source tensors; 1 or more: from destination tensors of the sender."""
-    addend: int
-    """Which addend of a pending reduction the blocks carry; -1 without a reduction."""
-    part: Ints
-    """The row of each block: a part has the same number in the transfers of all addends."""
-    stacked: Ints
-    """The tensor of the stack that each block belongs to."""
+    hop: int  # 0: read from source tensors; 1 or more: from destination tensors of the sender
+    addend: int  # which addend of a pending reduction the blocks carry; -1 without a reduction
+    part: Ints  # the row of each block: a part has the same number in the transfers of all addends
+    stacked: Ints  # the tensor of the stack that each block belongs to
     width: Ints
     source: Place
     destination: Place
@@ -114,10 +108,8 @@ class Round:
     """What one rank sends, receives and copies in one round."""
 
     number: int
-    copies: Sequence[Transfer]
-    """From its own tensors into its own."""
-    sends: dict[int, list[Transfer]]
-    """By peer."""
+    copies: Sequence[Transfer]  # from its own tensors into its own
+    sends: dict[int, list[Transfer]]  # by peer
     receives: dict[int, list[Transfer]]
     kept: dict[object, Any] = field(default_factory=dict)
     """What transports and sums have compiled for it."""
@@ -158,8 +150,7 @@ class Program:
             for stack in plan.stacks
             for side in (HAVE, WANT)
         }
-        self.peak_bytes = plan.schedule.peak_bytes
-        """The most that any rank stages in a round."""
+        self.peak_bytes = plan.schedule.peak_bytes  # the most that any rank stages in a round
         staged = self.num_rounds * self.peak_bytes
         fits = staged * DEFERRED_CALLS <= plan.memory
         self.defers_release = fits and staged <= MAX_DEFERRED_BYTES

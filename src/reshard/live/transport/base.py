@@ -134,12 +134,10 @@ class CompiledMessage:
     copies: Copies | None = None
     """On the receiver, copies what is staged and is not an addend; on the sender it may pack."""
     addends: Sequence[tuple[Transfer, int]] = ()
-    offset: int = 0
-    """Where it begins in the sender's staging buffer; 0 on the receiver."""
+    offset: int = 0  # where it begins in the sender's staging buffer; 0 on the receiver
     iovecs: IovecPlan | None = None
     """Writes into the receiver's tensors, or reads from the sender's."""
-    awaited: bool = False
-    """Whether the sender waits until it is read."""
+    awaited: bool = False  # whether the sender waits until it is read
 
     @classmethod
     def received(cls, message: Message, bound: BoundTensors, awaited: bool = False) -> Self:
@@ -151,22 +149,18 @@ class CompiledMessage:
         return cls(message, unpack, addends, 0, iovecs, awaited)
 
 
-NO_MESSAGES = Inbox()
-"""The inbox of a call without peers."""
+NO_MESSAGES = Inbox()  # the inbox of a call without peers
 
 
 class Exchange:
     """Runs the rounds of one call on one rank."""
 
     number = -1
-    done = 0
-    """Bytes that have been received or copied."""
+    done = 0  # bytes that have been received or copied
     _fused = False
     _gpu: torch.device | None = None
-    _part: RoundReport | None = None
-    """The report of the round, if the caller wants one."""
-    _since = 0.0
-    """When the last phase of the round ended."""
+    _part: RoundReport | None = None  # the report of the round, if the caller wants one
+    _since = 0.0  # when the last phase of the round ended
 
     def __init__(
         self,

@@ -26,15 +26,13 @@ from reshard.live.transport.gloo_group import GlooGroup, Pending, in_short
 
 __all__ = ["GlooHellos", "GlooTransport", "direct_views"]
 
-PIECE_BYTES = 32 << 20
-"""A longer block goes in pieces, so that its progress can be seen."""
+PIECE_BYTES = 32 << 20  # A longer block goes in pieces, so that its progress can be seen
 
 NO_LIMIT = timedelta(days=1)
 """How long gloo waits for a message. The watch decides when to give up: a peer may work for long.
 Connections that are cut end all waits in gloo."""
 
-END_SECONDS = 1.0
-"""Seconds that a worker may take to notice that its connection was cut."""
+END_SECONDS = 1.0  # seconds that a worker may take to notice that its connection was cut
 
 
 def direct_views(message: Message, bound: BoundTensors, sending: bool) -> Iterator[torch.Tensor]:
@@ -148,10 +146,8 @@ class GlooTransport(Transport):
         """Buffers of messages that are being received, or have arrived, by peer and round."""
         self._unsent: set[int] = set()
         """Peers to which this rank's messages of the round are not sent yet."""
-        self._kept: list[torch.Tensor] = []
-        """Tensors that gloo reads until they are sent."""
-        self._buffers: list[torch.Tensor] = []
-        """Buffers of messages that are complete."""
+        self._kept: list[torch.Tensor] = []  # tensors that gloo reads until they are sent
+        self._buffers: list[torch.Tensor] = []  # buffers of messages that are complete
 
     def label(self, peer: int) -> str:
         return "network (gloo)"

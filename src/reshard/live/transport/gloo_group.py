@@ -38,17 +38,10 @@ END_SECONDS = 1.0
 GRACE = 5.0
 """Seconds that gloo tries longer to connect than the call may: the watch should time out first."""
 
-UNUSED_TAG = 1 << 24
-"""A tag that no call uses."""
-
-MAX_KEPT = 256 << 20
-"""Bytes of message buffers that a group keeps between calls."""
-
-UNWATCHED = 0.05
-"""Seconds that a task of another thread may take before the wait for it is watched."""
-
-EPOCHS_KEPT = 64
-"""Calls whose epoch is kept in the store."""
+UNUSED_TAG = 1 << 24  # A tag that no call uses
+MAX_KEPT = 256 << 20  # bytes of message buffers that a group keeps between calls
+UNWATCHED = 0.05  # seconds that a task of another thread may take before the wait for it is watched
+EPOCHS_KEPT = 64  # calls whose epoch is kept in the store
 
 
 Pending = Callable[[timedelta], object]
@@ -182,16 +175,12 @@ class GlooGroup:
         self._group: Any = dist.ProcessGroupGloo(store, index, size, timedelta(seconds=timeout))
         self._index, self._size = index, size
         self._idle: list[Worker] = []
-        self._workers: set[Worker] = set()
-        """All workers that have not ended, idle or not."""
+        self._workers: set[Worker] = set()  # all workers that have not ended, idle or not
         self._closed = False
-        self.num_calls = 0
-        """Calls that use it."""
-        self.cut_because: Cause | None = None
-        """Why all connections were cut, if they were."""
+        self.num_calls = 0  # calls that use it
+        self.cut_because: Cause | None = None  # why all connections were cut, if they were
         self.lock = OwnedLock()
-        self.buffers: list[torch.Tensor] = []
-        """Message buffers that are kept for the next call."""
+        self.buffers: list[torch.Tensor] = []  # message buffers that are kept for the next call
 
     def send(self, index: int, tensor: torch.Tensor, tag: int) -> Pending:
         """Begin to send bytes."""

@@ -44,8 +44,7 @@ class Exports:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._known: list[Export] = []
-        """By address."""
+        self._known: list[Export] = []  # by address
         self._bases = self._ends = np.zeros(0, np.int64)
 
     def refresh(self) -> None:
@@ -94,10 +93,8 @@ class Table:
     """
 
     live: Ints
-    exports: Ints
-    """One row per allocation, by their base."""
-    ranges: Ints
-    """Start and end of tensors, by base number: 2 columns."""
+    exports: Ints  # one row per allocation, by their base
+    ranges: Ints  # start and end of tensors, by base number: 2 columns
 
     @classmethod
     def of(cls, live: Sequence[int], exports: Sequence[Export], ranges: Ints) -> Table:
@@ -144,8 +141,7 @@ class Mappings:
         """By peer and number of the allocation, its handle and its address here."""
         self._unused: list[tuple[Callable[[], bool], int]] = []
         """Mappings to close, each once no GPU work reads it any more."""
-        self.generation = 0
-        """Changes whenever something was unmapped."""
+        self.generation = 0  # changes whenever something was unmapped
 
     def update(self, peer: int, table: Table, is_idle: Callable[[], bool]) -> None:
         """Map what a peer has exported, and unmap what it has freed.
@@ -231,12 +227,10 @@ class Published(NamedTuple):
 
     version: int
     buffer: SharedBuffer
-    packs: bool
-    """Whether it has no tensors, but a buffer in which this rank packs its messages."""
+    packs: bool  # whether it has no tensors, but a buffer in which this rank packs its messages
 
 
-MAX_PUBLISHED = 8
-"""Tables that are kept for the next calls."""
+MAX_PUBLISHED = 8  # tables that are kept for the next calls
 
 
 def has_gpu() -> bool:
@@ -259,8 +253,7 @@ class GpuMemory(Resource):
             raise LiveError("this machine has no CUDA driver")
         self.driver = driver
         self.exports, self.mappings = Exports(driver), Mappings(driver)
-        self.addends = StagingBuffer()
-        """Addends that this rank has read from peers."""
+        self.addends = StagingBuffer()  # addends that this rank has read from peers
         self._marks: list[Any] = []
         """Events behind the GPU work of calls; those that are complete are dropped."""
         self.packing: tuple[int, int] | None = None

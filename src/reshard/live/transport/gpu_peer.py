@@ -50,8 +50,7 @@ __all__ = ["GpuPeerTransport"]
 POLL_SECONDS = 0.0002
 """How long to poll for messages of peers before this rank sleeps until they come."""
 
-SIGNALS_ROUND = 1 << 40
-"""The message that brings a rank's page of signals is a Ready of this round."""
+SIGNALS_ROUND = 1 << 40  # the message that brings a rank's page of signals is a Ready of this round
 
 
 class GpuPeerTransport(Transport):
@@ -61,20 +60,14 @@ class GpuPeerTransport(Transport):
     _signals: CallSignals
     """Once the call has signalled that its sources are ready; then `_entered` is set."""
     _entered = False
-    _pulls: Pulls
-    """Once the memory of peers is mapped; then `_opened` is set."""
+    _pulls: Pulls  # once the memory of peers is mapped; then `_opened` is set
     _opened = False
     _closed = False
-    _packs = False
-    """Whether this rank packs its messages."""
-    _bases: Ints
-    """The base addresses of all tensors, here and on peers."""
-    _addresses: TensorTable
-    """The same without tensors."""
-    addends: torch.Tensor | None = None
-    """The staging buffer, for addends that were read."""
-    _polled = -1
-    """The last round for which this rank polled until its messages were read."""
+    _packs = False  # whether this rank packs its messages
+    _bases: Ints  # the base addresses of all tensors, here and on peers
+    _addresses: TensorTable  # the same without tensors
+    addends: torch.Tensor | None = None  # the staging buffer, for addends that were read
+    _polled = -1  # the last round for which this rank polled until its messages were read
 
     def __init__(
         self,
@@ -90,8 +83,7 @@ class GpuPeerTransport(Transport):
         self._in_flight = in_flight
         self._memory = watch.connections.resource(GpuMemory)
         self._stream = stream_of(device)
-        self._here: dict[int, set[int]] = {}
-        """By round, the peers whose messages have come."""
+        self._here: dict[int, set[int]] = {}  # by round, the peers whose messages have come
         self._read_steps: dict[int, int] = {}
         """The last step of each peer, its reads of this rank's messages, that the stream awaits."""
 

@@ -27,8 +27,7 @@ __all__ = [
     "ENTERED", "GpuWork", "PackedRound", "PeerViews", "Pull", "Pulls", "done_step", "round_step",
 ]  # fmt: skip
 
-ENTERED = 1
-"""The step at which a stream has reached the call, so that its source tensors are ready."""
+ENTERED = 1  # the step at which a stream has reached the call, so that its source tensors are ready
 
 
 def round_step(number: int) -> int:
@@ -45,10 +44,8 @@ class Pull:
     """What a rank copies in one go: a launch for each change of dtype."""
 
     def __init__(self, staging: int) -> None:
-        self.waits: dict[int, int] = {}
-        """The step that each peer must have reached before."""
-        self.addends: list[tuple[Transfer, int]] = []
-        """Where addends are put in the staging buffer."""
+        self.waits: dict[int, int] = {}  # the step that each peer must have reached before
+        self.addends: list[tuple[Transfer, int]] = []  # where addends are put in the staging buffer
         self.staging_bytes, self._staging, self.listed = 0, staging, CopyList()
 
     def add(self, transfer: Transfer, source: Place, peer: int = -1, step: int = 0) -> None:
@@ -75,16 +72,12 @@ class Pull:
 class Pulls:
     """Everything that a rank copies in a call."""
 
-    first: Pull
-    """What it reads of source tensors, in all rounds."""
-    later: Mapping[int, Pull]
-    """What is left of a round, by its number."""
-    num_covered: int
-    """So many first rounds are complete after the first pull."""
+    first: Pull  # what it reads of source tensors, in all rounds
+    later: Mapping[int, Pull]  # what is left of a round, by its number
+    num_covered: int  # so many first rounds are complete after the first pull
     numbers: Mapping[int, Ints]
     """The base numbers of the tensors that are read from each peer, on that peer."""
-    places: Mapping[int, int]
-    """Where these begin in the table of base addresses."""
+    places: Mapping[int, int]  # where these begin in the table of base addresses
 
     @property
     def staging_bytes(self) -> int:
@@ -141,8 +134,7 @@ class Pulls:
 class PackedRound:
     """The messages of a round that a rank packs, because peers cannot read its tensors."""
 
-    messages: Sequence[tuple[Message, int]]
-    """Messages, and where in the buffer each begins."""
+    messages: Sequence[tuple[Message, int]]  # messages, and where in the buffer each begins
     copies: TorchCopies
     num_bytes: int
 

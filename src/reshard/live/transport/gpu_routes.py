@@ -47,10 +47,8 @@ class GpuRoutes:
 
     why_not: Mapping[Pair, str]
     """Pairs that exchange something and cannot read each other's GPU memory, and the reason."""
-    uses_nccl: bool
-    """Whether these pairs use NCCL; otherwise their data goes by way of the host."""
-    forced: str = ""
-    """The transport that was forced for all pairs."""
+    uses_nccl: bool  # whether these pairs use NCCL; otherwise their data goes by way of the host
+    forced: str = ""  # the transport that was forced for all pairs
 
     def reads(self, one: int, other: int) -> bool:
         """Whether two ranks read each other's GPU memory."""

@@ -31,8 +31,7 @@ from reshard.live.transport.base import CompiledMessage, Copies, Transport, comp
 
 __all__ = ["HostTransport", "PeerMemory"]
 
-MAX_KEPT = 4
-"""Compiled forms of a round, for tensors of peers that are or are not contiguous."""
+MAX_KEPT = 4  # compiled forms of a round, for tensors of peers that are or are not contiguous
 
 HEARTBEAT_EVERY = 0.02
 """Seconds of copying after which the watch is asked whether a heartbeat is due."""
@@ -111,21 +110,14 @@ class _HostRound:
     eager: dict[int, CompiledMessage]
     """What goes with the Hellos: messages of the first round that need no address of the peer's
     tensors."""
-    packs: Sequence[Copies | None]
-    """What packs those that are sent later, and the eager ones."""
+    packs: Sequence[Copies | None]  # what packs those that are sent later, and the eager ones
     receives: dict[int, CompiledMessage]
-    end: int
-    """Where messages end in the shared buffer."""
-    staged: int
-    """Bytes that are staged."""
-    awaited: frozenset[int]
-    """Peers that must have read their messages before the round ends."""
-    unread: frozenset[int]
-    """Peers that may read staged messages after the call has returned."""
-    accessed: Sequence[int]
-    """Peers whose tensors this rank reads or writes."""
-    direct: bool
-    """Whether a message is copied between tensors of two processes."""
+    end: int  # where messages end in the shared buffer
+    staged: int  # bytes that are staged
+    awaited: frozenset[int]  # peers that must have read their messages before the round ends
+    unread: frozenset[int]  # peers that may read staged messages after the call has returned
+    accessed: Sequence[int]  # peers whose tensors this rank reads or writes
+    direct: bool  # whether a message is copied between tensors of two processes
 
 
 class HostTransport(Transport):
@@ -163,8 +155,7 @@ class HostTransport(Transport):
                 f"{sorted(self.peers - self._direct)}: allow ptrace between them, or leave out "
                 "transport="
             )
-        self._buffers: list[SharedBuffer] = []
-        """Shared buffers of this call, the one in use last."""
+        self._buffers: list[SharedBuffer] = []  # shared buffers of this call, the one in use last
         self._rounds: dict[int, _HostRound] = {}
         """Rounds that have begun, compiled with the Hellos of all peers."""
         own = b"" if bound.is_plain else bytes(at == 0 for at in bound.published)

@@ -33,8 +33,7 @@ NAME_SECONDS = 0.3
 """Seconds in which a socket may show which peer is lost, after NCCL has reported that one is."""
 
 
-TURN_PAUSE = 0.0002
-"""Seconds between two checks whether earlier calls have enqueued all their work."""
+TURN_PAUSE = 0.0002  # seconds between two checks whether earlier calls have enqueued all their work
 
 
 class Abortable(Protocol):
@@ -67,15 +66,13 @@ class InFlightCall:
     """The exchanges of one call that are in flight."""
 
     error: LiveError | None = None
-    raised = False
-    """Whether the error was raised to the user."""
+    raised = False  # whether the error was raised to the user
 
     def __init__(self, watch: Watch, ticket: Ticket) -> None:
         self.watch, self._ticket = watch, ticket
         self._calls = watch.connections.resource(InFlight)
         self._groups: list[Abortable] = []
-        self.complete = threading.Event()
-        """Set when all exchanges have ended, or one has failed."""
+        self.complete = threading.Event()  # set when all exchanges have ended, or one has failed
 
     def await_turn(self) -> None:
         """Wait until earlier calls of the session have enqueued all their work."""
@@ -203,12 +200,10 @@ class InFlight(Resource):
     """All exchanges in flight of one session, in the order in which they were enqueued."""
 
     def __init__(self, connections: Connections) -> None:
-        self.unraised: list[InFlightCall] = []
-        """Failed calls whose error was not raised yet."""
+        self.unraised: list[InFlightCall] = []  # failed calls whose error was not raised yet
         self.broken: tuple[Abortable, LiveError] | None = None
         """What was aborted last, and its error."""
-        self.hurry = threading.Event()
-        """Set while a thread waits for work in flight."""
+        self.hurry = threading.Event()  # set while a thread waits for work in flight
         self._worker: Worker | None = None
 
     def submit(self, action: Callable[[], None]) -> None:

@@ -130,17 +130,12 @@ def waiting_for(watch: Watch, peers: frozenset[int], what: str) -> WaitForTask:
 class _NcclRound:
     """The messages of one rank in one round, compiled for tensors of the same strides."""
 
-    sends: Sequence[tuple[Message, int]]
-    """Messages, and where in the staging buffer each begins."""
+    sends: Sequence[tuple[Message, int]]  # messages, and where in the staging buffer each begins
     receives: Sequence[tuple[Message, int]]
-    before: TorchCopies
-    """Packs messages, and copies what stays on this rank."""
-    after: TorchCopies
-    """Unpacks messages."""
-    addends: Sequence[tuple[Transfer, int]]
-    """Where addends are in the staging buffer."""
-    num_bytes: int
-    """The size of the staging buffer."""
+    before: TorchCopies  # packs messages, and copies what stays on this rank
+    after: TorchCopies  # unpacks messages
+    addends: Sequence[tuple[Transfer, int]]  # where addends are in the staging buffer
+    num_bytes: int  # the size of the staging buffer
     gathers: bool = False
     """Whether it is an all-gather of the staging buffer, in which every rank has a slot."""
 
