@@ -83,7 +83,6 @@ class Driver:
             raise CudaError(text.value.decode() if text.value else f"CUDA error {code}")
 
     def is_usable(self) -> bool:
-        """Whether there is a GPU."""
         return torch.cuda.is_available()
 
     def gpu_of(self, device: torch.device) -> str:
@@ -129,7 +128,6 @@ class Driver:
         return found.value
 
     def free(self, address: int) -> None:
-        """Free such memory."""
         self._call("cuMemFree_v2", c_uint64(address))
 
     def write_word(self, address: int, value: int) -> None:
@@ -161,7 +159,6 @@ class Driver:
         return found.value
 
     def unregister(self, address: int) -> None:
-        """Undo it."""
         self._call("cuMemHostUnregister", c_void_p(address))
 
     def write_signal(self, stream: int, address: int, value: int) -> None:

@@ -110,7 +110,6 @@ class CopyTable:
         return sum(one.memory.nbytes for one in kept)
 
     def _compile(self, tensors: TensorTable) -> _Compiled:
-        """The launch table for tensors aligned like these."""
         sizes, phases = self._sizes, tensors.phases
         blocks = merged_blocks(self.blocks, phases, sizes)
         # Casts load whole elements: a pointer to a float32 must be a multiple of 4.
@@ -133,7 +132,6 @@ class TorchCopies:
         self.launch(TensorTable.of(tensors, torch.from_numpy(array)))
 
     def launch(self, tensors: TensorTable) -> None:
-        """Copy on the current stream."""
         for one in self._tables:
             one.launch(tensors)
 

@@ -77,8 +77,7 @@ class Bases(Protocol):
     addresses: list[int]  # the base addresses; the staging buffer's is last
 
     @property
-    def table(self) -> Ints:
-        """The base addresses as an array."""
+    def table(self) -> Ints: ...
 
     @property
     def is_host(self) -> bool:

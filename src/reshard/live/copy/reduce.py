@@ -109,7 +109,10 @@ class OrderedSum:
             self._on_host = self._on_host or HostCopies(self._copies())
             self._on_host.run(tensors, total.data_ptr(), total.nbytes)
         else:
-            device = gpu if gpu is not None and self._fits_gpu else torch.device("cpu")
+            # Whether torch adds up on a GPU as numpy does on the host.
+            ordered = self._op not in ("max", "min") or not self._dtype.startswith("complex")
+            fits = self._dtype not in ON_HOST and (self._op, self._dtype) != ("avg", "bool")
+            device = gpu if gpu is not None and ordered and fits else torch.device("cpu")
             total = self._total(tensors, arrived, device)
             self._with_torch = self._with_torch or TorchCopies(self._copies())
             self._with_torch.launch(TensorTable.of(tensors, total))
@@ -142,7 +145,9 @@ class OrderedSum:
         for one in self._addends:
             first, place = one.addend == self._addends[0].addend, arrived.get(id(one))
             if place is not None:
-                message = _received(one, place)
+                if isinstance(place, int):
+                    place = torch.from_numpy(array_at(place, (one.num_bytes,), RAW[1], (1,)))
+                message = place.view(getattr(torch, one.dtype))
                 for low, high, at in parts.stretches(one):
                     self._add(total[low:high], message[at : at + high - low], first)
                 continue
@@ -194,22 +199,6 @@ class OrderedSum:
             line = Place.in_message(one.width, at, self._staging, self._wide)
             copies.add(one.width, line, one.destination)
         return copies
-
-    @property
-    def _fits_gpu(self) -> bool:
-        """Whether torch adds up on a GPU as numpy does on the host."""
-        ordered = self._op not in ("max", "min") or not self._dtype.startswith("complex")
-        return self._dtype not in ON_HOST and ordered and (self._op, self._dtype) != ("avg", "bool")
-
-
-def _received(transfer: Transfer, place: int | torch.Tensor) -> torch.Tensor:
-    """A transfer in a message, as a tensor of one dim."""
-    if isinstance(place, torch.Tensor):
-        kind: torch.dtype = getattr(torch, transfer.dtype)
-        return place.view(kind)
-    size = transfer.itemsize
-    array = array_at(place, (transfer.num_bytes // size,), RAW[size], (size,))
-    return as_tensor(array, transfer.dtype)
 
 
 _Operand = tuple[int, int, Sequence[int]]

@@ -151,14 +151,6 @@ def _box_offsets(layout: BoxLayout, rank: int) -> FindOffsets:
     return find
 
 
-def packed_strides(width: Ints) -> Ints:
-    """The strides of blocks that are contiguous, one row per block."""
-    strides = np.ones_like(width)
-    for dim in reversed(range(width.shape[1] - 1)):
-        strides[:, dim] = strides[:, dim + 1] * width[:, dim + 1]
-    return strides
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class Place:
     """Where blocks are: one row per block."""
@@ -171,7 +163,10 @@ class Place:
     @classmethod
     def in_message(cls, width: Ints, at: Ints, base: int, dtype: str) -> Place:
         """Blocks that are packed one after the other; ``at`` is where each begins, in bytes."""
-        return cls(np.full(len(width), base), at, packed_strides(width), dtype)
+        strides = np.ones_like(width)
+        for dim in reversed(range(width.shape[1] - 1)):
+            strides[:, dim] = strides[:, dim + 1] * width[:, dim + 1]
+        return cls(np.full(len(width), base), at, strides, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +203,6 @@ class CopyBlocks:
         return len(self.source)
 
     def take(self, rows: Any) -> CopyBlocks:
-        """Some of the blocks."""
         columns = (getattr(self, name)[rows] for name in CopyBlocks.__slots__[:-1])
         return CopyBlocks(*columns, cast=self.cast)
 
@@ -231,7 +225,6 @@ class CopyList:
         self._rows.setdefault(cast, []).append(columns)
 
     def tables(self) -> list[CopyBlocks]:
-        """One table per change of dtype."""
         found = []
         for cast, rows in self._rows.items():
             num_dims = max(1, *(columns[4].shape[1] for columns in rows))

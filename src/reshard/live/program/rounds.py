@@ -58,7 +58,6 @@ class Transfer:
 
     @cached_property
     def dtype(self) -> str:
-        """The dtype that travels."""
         return self.stack.dtype_at(self.hop)
 
     @cached_property
@@ -90,7 +89,6 @@ class Transfer:
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes that travel."""
         return int(self.sizes.sum()) * self.itemsize
 
     @cached_property

@@ -180,7 +180,6 @@ class Exchange:
             self._gpu = self._gpu or one.gpu
 
     def run(self) -> None:
-        """Run all rounds."""
         program, bound, transports, report = self.program, self.bound, self.transports, self.report
         key = ("own", self._fused, not bound.on_devices)
         for number in range(program.num_rounds):
@@ -242,14 +241,13 @@ class Exchange:
         A transport that fuses copies makes them itself.
         """
         listed, both = CopyList(), (round_.copies, *round_.receives.values())
-        stay = () if self._fused else [one for one in round_.copies if one.addend < 0]
-        for transfer in stay:
-            listed.add(transfer.width, transfer.source, transfer.destination)
-        copies = compile_copies(listed, self.bound) if stay else None
+        for one in () if self._fused else round_.copies:
+            if one.addend < 0:
+                listed.add(one.width, one.source, one.destination)
+        copies = compile_copies(listed, self.bound) if listed else None
         addends = [one for transfers in both for one in transfers if one.addend >= 0]
-        sums = sums_of(addends, self.program.staging) if addends else []
-        round_.kept[key] = copies, sums
-        return copies, sums
+        found = round_.kept[key] = copies, sums_of(addends, self.program.staging)
+        return found
 
     def _add_up(self, round_: Round, sums: Sequence[OrderedSum], arrived: Arrived) -> int:
         """Add up, and let go of the messages; gives the bytes of the largest accumulator."""

@@ -58,12 +58,10 @@ class GlooHellos:
         self._kept: list[torch.Tensor] = []
 
     def send(self, peer: int, tensors: Iterable[torch.Tensor]) -> list[Pending]:
-        """Begin to send bytes to a peer."""
         index = self.watch.connections.ranks.index(peer)
         return [self.group.send(index, tensor, self.tag) for tensor in tensors]
 
     def receive(self, peer: int, tensors: Iterable[torch.Tensor]) -> list[Pending]:
-        """Begin to receive bytes from a peer."""
         index = self.watch.connections.ranks.index(peer)
         return [self.group.receive(index, tensor, self.tag) for tensor in tensors]
 

@@ -98,7 +98,6 @@ class Table:
 
     @classmethod
     def of(cls, live: Sequence[int], exports: Sequence[Export], ranges: Ints) -> Table:
-        """The table of this rank."""
         rows = np.zeros((len(exports), EXPORT_WORDS), np.int64)
         for row, (allocation, handle) in zip(rows, exports, strict=True):
             row[:3] = allocation.number, allocation.base, allocation.num_bytes
@@ -107,11 +106,9 @@ class Table:
 
     @property
     def num_bytes(self) -> int:
-        """Its size in shared memory."""
         return 8 * (HEADER_WORDS + self.live.size + self.exports.size + self.ranges.size)
 
     def write(self, address: int) -> None:
-        """Write it to shared memory."""
         header = np.array([MAGIC, len(self.live), len(self.exports), len(self.ranges)])
         parts = [header, self.live, self.exports.reshape(-1), self.ranges.reshape(-1)]
         words = array_at(address, (self.num_bytes // 8,), np.dtype(np.int64), (8,))
@@ -190,7 +187,6 @@ class Mappings:
         self._unused = waiting
 
     def drop(self, is_idle: Callable[[], bool]) -> None:
-        """Unmap everything."""
         for mapped in self._mapped.values():
             self._unused += [(is_idle, address) for _, address in mapped.values()]
         self._mapped.clear()
@@ -218,7 +214,6 @@ class StagingBuffer:
         return kept
 
     def release(self) -> None:
-        """Free it."""
         self._tensor = None
 
 
@@ -278,7 +273,6 @@ class GpuMemory(Resource):
 
     @property
     def signals(self) -> Signals:
-        """The signals of this rank."""
         if self._own is None:
             self._own = Signals.create(self.driver)
         return self._own

@@ -64,7 +64,6 @@ class Pull:
 
     @cached_property
     def copies(self) -> TorchCopies:
-        """All copies, compiled."""
         return TorchCopies(self.listed)
 
 
@@ -140,7 +139,6 @@ class PackedRound:
 
     @classmethod
     def of(cls, round_: Round, peers: Collection[int], staging: int) -> PackedRound:
-        """Compile the messages to these peers."""
         mine = [(peer, some) for peer, some in round_.sends.items() if peer in peers]
         messages, end = lay_out(message_of(*one) for one in mine)
         copies = CopyList()

@@ -147,7 +147,6 @@ class GpuTrials(Resource):
         return "" if right else f"rank {rank} reads something else than rank {peer} has written"
 
     def close(self) -> None:
-        """Free the probes."""
         memory = self._connections.existing(GpuMemory)
         while self._allocated and memory is not None:
             device, address = self._allocated.pop()

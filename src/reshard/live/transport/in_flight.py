@@ -49,8 +49,7 @@ class Work(Protocol):
     """An exchange in flight."""
 
     @property
-    def group(self) -> Abortable:
-        """What it runs on."""
+    def group(self) -> Abortable: ...
 
     def begun(self) -> bool:
         """Whether this rank's GPU has reached it."""
@@ -112,18 +111,18 @@ class InFlightCall:
 
     @property
     def any(self) -> bool:
-        """Whether anything was enqueued."""
         return bool(self._groups)
 
     def close(self) -> None:
         """Complete the call once the exchanges in flight have ended; no others follow."""
-        self._calls.submit(self._complete)
 
-    def _complete(self) -> None:
-        self.watch.close()
-        if self.error is not None and not self.raised:
-            self._calls.unraised.append(self)
-        self.complete.set()
+        def complete() -> None:
+            self.watch.close()
+            if self.error is not None and not self.raised:
+                self._calls.unraised.append(self)
+            self.complete.set()
+
+        self._calls.submit(complete)
 
     def _watch(self, work: Work, peers: Collection[int], what: Callable[[int], str]) -> None:
         if self.error is not None or _is_done(work):
@@ -207,7 +206,6 @@ class InFlight(Resource):
         self._worker: Worker | None = None
 
     def submit(self, action: Callable[[], None]) -> None:
-        """Give the watching thread one more task."""
         self._worker = self._worker or Worker()
         self._worker.submit(action)
 

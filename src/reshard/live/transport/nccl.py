@@ -20,6 +20,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,10 +40,10 @@ from reshard.live.session.rendezvous import Connections, Resource
 from reshard.live.session.store import PrefixStore, Task, clone_of
 from reshard.live.transport.base import Transport
 from reshard.live.transport.gloo import GlooHellos, direct_views
-from reshard.live.transport.gloo_group import UNWATCHED, GlooGroup, begin_epoch, finish_epoch
+from reshard.live.transport.gloo_group import GlooGroup, await_task, begin_epoch, finish_epoch
 from reshard.live.transport.gpu_memory import StagingBuffer
 from reshard.live.transport.in_flight import InFlight, InFlightCall
-from reshard.live.transport.nccl_group import NcclGroup, WaitForTask
+from reshard.live.transport.nccl_group import NcclGroup
 
 __all__ = ["NcclGroups", "NcclTransport"]
 
@@ -87,13 +88,12 @@ class NcclGroups(Resource):
             connections.ranks.index(connections.rank),
             len(connections.ranks),
             device,
-            wait=waiting_for(watch, others, "it to open NCCL"),
+            wait=partial(await_task, watch, others, "it to open NCCL"),
         )
         self._epoch = epoch
         return found
 
     def release(self) -> None:
-        """Free the staging buffer."""
         self.staging.release()
 
     def close(self) -> None:
@@ -114,16 +114,6 @@ def _close_all() -> None:
 def _close_wait(task: Task[Any]) -> None:
     if not task.wait(CLOSE_SECONDS):
         raise LiveError("NCCL did not close in time")
-
-
-def waiting_for(watch: Watch, peers: frozenset[int], what: str) -> WaitForTask:
-    """A function that waits for a task as the call waits: lost ranks, aborts and timeouts raise."""
-
-    def wait(task: Task[Any]) -> None:
-        if not task.wait(UNWATCHED):
-            watch.wait(lambda: () if task.done else peers, lambda peer: what, UNWATCHED)
-
-    return wait
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -257,7 +247,7 @@ class NcclTransport(Transport):
             return part if peer in round_.receives else f"it to take {part}"
 
         connect = f"it to connect for {self.program.round_text(round_.number)}"
-        wait, group = waiting_for(self.watch, peers, connect), self._group
+        wait, group = partial(await_task, self.watch, peers, connect), self._group
         try:
             if todo.gathers:
                 work = group.all_gather(self._staging[: todo.num_bytes], wait)
@@ -303,7 +293,6 @@ class NcclTransport(Transport):
             self._far.close(ok)
 
     def _round(self, round_: Round) -> _NcclRound:
-        """The tables of a round, kept with it."""
         key = ("nccl", self.peers, self._direct, self._copies)
         found: _NcclRound | None = round_.kept.get(key)
         if found is None:
