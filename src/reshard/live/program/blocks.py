@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -37,26 +37,20 @@ COMPARED = 1 << 22
 """Comparisons with explicit boxes made at once: bounds memory when both sides have many."""
 
 
-class Blocks(NamedTuple):
-    """Boxes of single tensors inside their cells, in the order of the rows."""
-
-    row: Ints
-    tensor: Ints  # which tensor of the stack
-    low: Ints  # where each block starts in its cell, one column per dim
-    width: Ints
-
-
-def blocks_of(cell_width: Ints, num_tensors: int, start: Ints, stop: Ints) -> Blocks:
+def blocks_of(cell_width: Ints, num_tensors: int, start: Ints, stop: Ints) -> tuple[Ints, ...]:
     """Divide ranges of stacked cells into blocks; ``cell_width`` has one row per range.
 
+    Returns which range each block is of, which tensor of the stack, where it starts in its cell,
+    and its width, in the order of the ranges.
+
     >>> blocks = blocks_of(np.array([[2, 3]]), 2, np.array([4]), np.array([12]))
-    >>> blocks.tensor.tolist(), blocks.low.tolist(), blocks.width.tolist()
-    ([0, 1], [[1, 1], [0, 0]], [[1, 2], [2, 3]])
+    >>> [column.tolist() for column in blocks]
+    [[0, 0], [0, 1], [[1, 1], [0, 0]], [[1, 2], [2, 3]]]
     """
     stacked = np.insert(cell_width, 0, num_tensors, axis=1)
     row, low, width = _flat_boxes(stacked, start, stop)
     old, tensor = spread(low[:, 0], width[:, 0])
-    return Blocks(row[old], tensor, low[old, 1:], width[old, 1:])
+    return row[old], tensor, low[old, 1:], width[old, 1:]
 
 
 def _flat_boxes(shapes: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -124,6 +124,14 @@ class Message:
     staged_bytes: int
     num_bytes: int
     name: str  # the first tensor in it, for errors
+    offset: int = 0  # where it begins in the sender's staging buffer; 0 on the receiver
+    awaited: bool = False  # whether the sender waits until it is read
+    copies: Any = None
+    """On the receiver, compiled copies of what is staged and is no addend; on the sender it may
+    pack."""
+    addends: Sequence[tuple[Transfer, int]] = ()
+    iovecs: IovecPlan | None = None
+    """Writes into the receiver's tensors, or reads from the sender's."""
 
     @property
     def alignment(self) -> int:
@@ -177,11 +185,11 @@ def on_grid(num_bytes: int) -> int:
     return -(-num_bytes // GRID) * GRID
 
 
-def lay_out(messages: Iterable[Message], at: int = 0) -> tuple[list[tuple[Message, int]], int]:
-    """Where messages begin in a staging buffer of a GPU, from an offset on; and where they end."""
+def lay_out(messages: Iterable[Message], at: int = 0) -> tuple[list[Message], int]:
+    """Messages one after the other in a staging buffer of a GPU, from an offset on; and the end."""
     found = []
     for message in messages:
-        found.append((message, at))
+        found.append(replace(message, offset=at))
         at += on_grid(message.staged_bytes)
     return found, at
 

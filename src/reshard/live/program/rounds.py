@@ -229,17 +229,17 @@ class Program:
         for peer in distinct(peers):
             mine = np.flatnonzero(peers == peer)
             cell = moved.runs.cell[row[mine]]
-            width = moved.cells.width[cell]
-            blocks = blocks_of(width, len(stack.names), start[mine], stop[mine])
-            of = cell[blocks.row]
-            lows = (moved.cells.have_low[of] + blocks.low, moved.cells.want_low[of] + blocks.low)
+            ranges = (moved.cells.width[cell], len(stack.names), start[mine], stop[mine])
+            of, stacked, low, width = blocks_of(*ranges)
+            cells = cell[of]
+            lows = (moved.cells.have_low[cells] + low, moved.cells.want_low[cells] + low)
             sides = (HAVE if moved.hop == 0 else WANT, WANT)
             (source, by), (destination, to) = (
-                self._place(stack, side, int(ranks[mine[0]]), blocks.tensor, lows[side])
+                self._place(stack, side, int(ranks[mine[0]]), stacked, lows[side])
                 for side, ranks in zip(sides, ends, strict=True)
             )
-            part = moved.part[row[mine]][blocks.row]
-            more = (part, blocks.tensor, blocks.width, source, destination, (by, to))
+            part = moved.part[row[mine]][of]
+            more = (part, stacked, width, source, destination, (by, to))
             yield int(peer), Transfer(stack, moved.hop, moved.addend, *more)
 
     def _place(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
@@ -21,7 +22,7 @@ from reshard.live.program.messages import GLOO, Message
 from reshard.live.program.rounds import Program, Round
 from reshard.live.session.control import Cause, Hello, Ready
 from reshard.live.session.mailbox import decode, encode
-from reshard.live.transport.base import CompiledMessage, Transport, compile_copies
+from reshard.live.transport.base import Transport, compile_copies, compile_received
 from reshard.live.transport.gloo_group import GlooGroup, Pending, in_short
 
 __all__ = ["GlooHellos", "GlooTransport", "direct_views"]
@@ -161,8 +162,8 @@ class GlooTransport(Transport):
             staged += self._begin_receiving(peer, round_.number, message)
         works: list[Pending] = []
         for peer, message in self._messages(round_, True).items():
-            size = message.message.staged_bytes
-            tensors = self._pieces(message.message, True)
+            size = message.staged_bytes
+            tensors = self._pieces(message, True)
             if message.copies is not None:
                 buffer = self._group.take_buffer(size)
                 message.copies.run(self.bound, buffer.data_ptr(), size)
@@ -180,11 +181,11 @@ class GlooTransport(Transport):
         self._kept.clear()
         self._unsent = set()
 
-    def _begin_receiving(self, peer: int, number: int, message: CompiledMessage) -> int:
-        size = message.message.staged_bytes
+    def _begin_receiving(self, peer: int, number: int, message: Message) -> int:
+        size = message.staged_bytes
         empty = torch.empty(0, dtype=torch.uint8, device="cpu")
         buffer = self._group.take_buffer(size) if size else empty
-        tensors = ([buffer[:size]] if size else []) + self._pieces(message.message, False)
+        tensors = ([buffer[:size]] if size else []) + self._pieces(message, False)
         self._arrivals[peer, number] = buffer
 
         def then() -> None:
@@ -230,12 +231,12 @@ class GlooTransport(Transport):
         self._buffers.clear()
         self._kept.clear()
 
-    def _messages(self, round_: Round, sending: bool) -> dict[int, CompiledMessage]:
+    def _messages(self, round_: Round, sending: bool) -> dict[int, Message]:
         """The messages of a round with these peers, compiled once."""
         hellos, plain = self.watch.inbox.hellos, self.bound.is_plain
         direct = frozenset(peer for peer in self.peers if plain and not hellos[peer].strided)
         key = ("gloo", GLOO, sending, self.bound.is_host, self.peers, direct)
-        found: dict[int, CompiledMessage] | None = round_.kept.get(key)
+        found: dict[int, Message] | None = round_.kept.get(key)
         if found is None:
             side = round_.sends if sending else round_.receives
             found = round_.kept[key] = {
@@ -245,9 +246,9 @@ class GlooTransport(Transport):
             }
         return found
 
-    def _compile(self, message: Message, sending: bool) -> CompiledMessage:
+    def _compile(self, message: Message, sending: bool) -> Message:
         if not sending:
-            return CompiledMessage.received(message, self.bound)
+            return compile_received(message, self.bound)
         copies = CopyList()
         message.pack(copies, 0, self.bound.staging)
-        return CompiledMessage(message, compile_copies(copies, self.bound) if copies else None)
+        return replace(message, copies=compile_copies(copies, self.bound) if copies else None)

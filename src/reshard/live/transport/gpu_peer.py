@@ -201,7 +201,7 @@ class GpuPeerTransport(Transport):
         address = memory.packing_buffer(1)
         buffer = memory.driver.view(address, packed.num_bytes, self.device)
         packed.copies.launch(TensorTable.of(self.bound, buffer))
-        self._announce(round_, {one.peer: at for one, at in packed.messages})
+        self._announce(round_, {one.peer: one.offset for one in packed.messages})
         return packed.num_bytes
 
     def _announce(self, round_: Round, offsets: Mapping[int, int]) -> None:

@@ -133,7 +133,7 @@ class Pulls:
 class PackedRound:
     """The messages of a round that a rank packs, because peers cannot read its tensors."""
 
-    messages: Sequence[tuple[Message, int]]  # messages, and where in the buffer each begins
+    messages: Sequence[Message]
     copies: TorchCopies
     num_bytes: int
 
@@ -142,8 +142,8 @@ class PackedRound:
         mine = [(peer, some) for peer, some in round_.sends.items() if peer in peers]
         messages, end = lay_out(message_of(*one) for one in mine)
         copies = CopyList()
-        for message, at in messages:
-            message.pack(copies, at, staging)
+        for message in messages:
+            message.pack(copies, message.offset, staging)
         return cls(messages, TorchCopies(copies), end)
 
 

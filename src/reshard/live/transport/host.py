@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -27,7 +27,7 @@ from reshard.live.program.messages import DIRECT, HOST, IovecCall, IovecPlan, Me
 from reshard.live.program.rounds import Program, Round, Transfer
 from reshard.live.session.control import Hello, Ready, Released
 from reshard.live.session.shared_memory import SharedBuffer
-from reshard.live.transport.base import CompiledMessage, Copies, Transport, compile_copies
+from reshard.live.transport.base import Copies, Transport, compile_copies, compile_received
 
 __all__ = ["HostTransport", "PeerMemory"]
 
@@ -106,12 +106,12 @@ class PeerMemory:
 class _HostRound:
     """The messages between this rank and the peers of its host in one round, compiled."""
 
-    later: dict[int, CompiledMessage]
-    eager: dict[int, CompiledMessage]
+    later: dict[int, Message]
+    eager: dict[int, Message]
     """What goes with the Hellos: messages of the first round that need no address of the peer's
     tensors."""
     packs: Sequence[Copies | None]  # what packs those that are sent later, and the eager ones
-    receives: dict[int, CompiledMessage]
+    receives: dict[int, Message]
     end: int  # where messages end in the shared buffer
     staged: int  # bytes that are staged
     awaited: frozenset[int]  # peers that must have read their messages before the round ends
@@ -175,7 +175,7 @@ class HostTransport(Transport):
     def send_hellos(self) -> None:
         """Send Hellos with the address of this rank's table of tensors, and eager messages."""
         bound, mailbox = self.bound, self.watch.mailbox
-        messages: Mapping[int, CompiledMessage] = {}
+        messages: Mapping[int, Message] = {}
         if self.program.num_rounds:
             first = self._compiled(self.program.round(0), ())
             messages = first.eager
@@ -190,7 +190,7 @@ class HostTransport(Transport):
             send = messages.get(peer)
             if send is None:
                 announced(peer, hello)
-            elif not send.message.staged_bytes:
+            elif not send.staged_bytes:
                 announced(peer, Hello(*plain, 1))
             else:
                 buffer = self._buffers[-1]
@@ -207,11 +207,11 @@ class HostTransport(Transport):
         for peer, send in sends.items():
             if send.iovecs is not None:
                 theirs = self._memory.table(peer, bound.staging)
-                self._memory.write(peer, send.iovecs.calls(bound.table, theirs), send.message.name)
+                self._memory.write(peer, send.iovecs.calls(bound.table, theirs), send.name)
         # In a row: between copies, which empty the caches, a message costs twice as much.
         for peer, send in sends.items():
             number, fd = 0, None
-            if send.message.staged_bytes:
+            if send.staged_bytes:
                 number, fd = self._buffers[-1].number, self._buffers[-1].fd_for(peer)
             ready = Ready(self.watch.call, round_.number, number, send.offset)
             self.watch.mailbox.send(peer, ready, fd)
@@ -236,7 +236,7 @@ class HostTransport(Transport):
         compiled = self._rounds[round_.number]
         for peer in peers:
             receive = compiled.receives[peer]
-            size, address = receive.message.staged_bytes, 0
+            size, address = receive.staged_bytes, 0
             if size:
                 address = self.watch.inbox.address_of(peer, round_.number, size)
             if receive.copies is not None:
@@ -246,7 +246,7 @@ class HostTransport(Transport):
             if receive.iovecs is not None:
                 theirs = self._memory.table(peer, self.bound.staging)
                 calls = receive.iovecs.calls(self.bound.table, theirs)
-                self._memory.read(peer, calls, receive.message.name)
+                self._memory.read(peer, calls, receive.name)
 
     def release(self, round_: Round, peers: Collection[int]) -> None:
         """Tell the senders that wait for it that their messages were read."""
@@ -300,7 +300,7 @@ class HostTransport(Transport):
         if self.program.defers_release and number:
             start = self._round(self.program.round(number - 1)).end
         sent = self._compiled(round_, ()).eager if masked and not number else None
-        batches: tuple[dict[int, CompiledMessage], ...] = ({}, {})
+        batches: tuple[dict[int, Message], ...] = ({}, {})
         lists, at = (CopyList(), CopyList()), start
         # Each rank begins with another peer: several that write to one slow each other down.
         for peer in sorted(round_.sends, key=lambda peer: (peer < self.program.rank, peer)):
@@ -311,20 +311,20 @@ class HostTransport(Transport):
                 message.pack(lists[eager], at, staging)
                 iovecs = IovecPlan(message.writes, True) if message.writes else None
                 awaited = self._is_awaited(message)
-                batches[eager][peer] = CompiledMessage(message, None, (), at, iovecs, awaited)
+                batches[eager][peer] = replace(message, offset=at, iovecs=iovecs, awaited=awaited)
                 at += message.staged_bytes
         receives = {}
         for peer in self.peers & round_.receives.keys():
             message = self._message(peer, round_.receives[peer], False, masked)
             awaited = self._is_awaited(message)
-            receives[peer] = CompiledMessage.received(message, self.bound, awaited)
+            receives[peer] = compile_received(message, self.bound, awaited)
         packs = [compile_copies(copies, self.bound) if copies else None for copies in lists]
         sends, gets = ([*batches[0].values(), *batches[1].values()], receives.values())
-        waits = frozenset(one.message.peer for one in sends if one.awaited)
-        unread = frozenset(one.message.peer for one in sends if one.message.staged) - waits
-        accessed = {one.message.peer for one in sends if one.message.writes}
-        accessed |= {one.message.peer for one in gets if one.message.reads}
-        direct = any(one.message.reads or one.message.writes for one in (*sends, *gets))
+        waits = frozenset(one.peer for one in sends if one.awaited)
+        unread = frozenset(one.peer for one in sends if one.staged) - waits
+        accessed = {one.peer for one in sends if one.writes}
+        accessed |= {one.peer for one in gets if one.reads}
+        direct = any(one.reads or one.writes for one in (*sends, *gets))
         more = (waits, unread, sorted(accessed), direct)
         return _HostRound(batches[0], batches[1], packs, receives, at, at - start, *more)
 

@@ -19,7 +19,7 @@ import atexit
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -120,8 +120,8 @@ def _close_wait(task: Task[Any]) -> None:
 class _NcclRound:
     """The messages of one rank in one round, compiled for tensors of the same strides."""
 
-    sends: Sequence[tuple[Message, int]]  # messages, and where in the staging buffer each begins
-    receives: Sequence[tuple[Message, int]]
+    sends: Sequence[Message]
+    receives: Sequence[Message]
     before: TorchCopies  # packs messages, and copies what stays on this rank
     after: TorchCopies  # unpacks messages
     addends: Sequence[tuple[Transfer, int]]  # where addends are in the staging buffer
@@ -235,7 +235,7 @@ class NcclTransport(Transport):
         inbox = self.watch.inbox
         for peer in self.peers & round_.receives.keys():
             inbox.ready[peer, round_.number] = Ready(self.watch.call, round_.number)
-        return sum(message.staged_bytes for message, _ in (*todo.sends, *todo.receives))
+        return sum(message.staged_bytes for message in (*todo.sends, *todo.receives))
 
     def _exchange(self, round_: Round, todo: _NcclRound) -> None:
         if not todo.sends and not todo.receives:
@@ -262,12 +262,12 @@ class NcclTransport(Transport):
         work.join()
 
     def _tensors_of(
-        self, messages: Sequence[tuple[Message, int]], sending: bool
+        self, messages: Sequence[Message], sending: bool
     ) -> list[tuple[int, torch.Tensor]]:
         """The memory that is sent or received into, in the same order on both ends."""
         ranks, found = self.watch.connections.ranks, []
-        for message, at in messages:
-            index = ranks.index(message.peer)
+        for message in messages:
+            index, at = ranks.index(message.peer), message.offset
             if message.staged_bytes:
                 found.append((index, self._staging[at : at + message.staged_bytes]))
             found += [(index, view) for view in direct_views(message, self.bound, sending)]
@@ -304,21 +304,21 @@ class NcclTransport(Transport):
         slot = self._slot_bytes(round_)
         if slot:
             own, end = slot * place(self.program.rank), slot * (len(self.peers) + 1)
-            sends = [(message_of(*next(iter(round_.sends.items()))), own)]
+            sends = [replace(message_of(*next(iter(round_.sends.items()))), offset=own)]
             receives = [
-                (message_of(peer, some), slot * place(peer))
+                replace(message_of(peer, some), offset=slot * place(peer))
                 for peer, some in round_.receives.items()
             ]
         else:
             sends, at = lay_out(self._messages(round_.sends))
             receives, end = lay_out(self._messages(round_.receives), at)
         before, after = CopyList(), CopyList()
-        for message, start in sends:
-            message.pack(before, start, staging)
+        for one in sends:
+            one.pack(before, one.offset, staging)
         for transfer in round_.copies if self._copies else ():
             if transfer.addend < 0:
                 before.add(transfer.width, transfer.source, transfer.destination)
-        addends = [one for message, at in receives for one in message.unpack(after, at, staging)]
+        addends = [some for one in receives for some in one.unpack(after, one.offset, staging)]
         copies = TorchCopies(before), TorchCopies(after)
         return _NcclRound(sends, receives, *copies, addends, end, bool(slot))
 
