@@ -68,7 +68,8 @@ class OrderedSum:
         self._addends = sorted(transfers, key=lambda transfer: transfer.addend)
         first = self._addends[0]
         self._firsts = [one for one in self._addends if one.addend == first.addend]
-        self._op, self._dtype = first.op, first.stack.have.dtype
+        reduce, self._dtype = first.stack.have.layout.reduce, first.stack.have.dtype
+        self._op = reduce[0] if reduce else "sum"
         self._wide, self._staging = accumulator(self._dtype), staging
         self._num_addends = 1 + self._addends[-1].addend
         self._blocks = self._in_same_blocks()

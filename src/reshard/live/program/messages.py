@@ -283,12 +283,11 @@ class IovecPlan:
                 for one, at in zip(transfers, places, strict=True)
             ]
             sides.append(Runs(*map(np.concatenate, zip(*parts, strict=True))))
-        # A run in which a call ends counts in two calls: 2 less per call are within the limit.
-        lengths = [np.cumsum(side.length) for side in sides]
-        cuts = [done[MAX_PIECES - 3 :: MAX_PIECES - 2] for done in lengths]
-        total = lengths[0][-1:]
-        every = np.arange(MAX_BYTES, int(total[0]), MAX_BYTES)
-        self._ends = distinct(np.concatenate([every, *cuts, total]))
+        done = [np.cumsum(side.length) for side in sides]
+        total = done[0][-1:]
+        limits = [one[MAX_PIECES - 1 :: MAX_PIECES] for one in done]
+        limits.append(np.arange(MAX_BYTES, int(total[0]), MAX_BYTES))
+        self._ends = distinct(np.concatenate([*limits, total]))
         """Where calls end, in bytes from the start."""
         self._sides = [side.split_at(self._ends) for side in sides]
         self._last = [

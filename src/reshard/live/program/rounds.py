@@ -70,12 +70,6 @@ class Transfer:
         """The first tensor in it, for errors."""
         return self.stack.names[int(self.stacked[0])][1]
 
-    @property
-    def op(self) -> str:
-        """The reduction that an addend is part of."""
-        reduce = self.stack.have.layout.reduce
-        return reduce[0] if reduce else "sum"
-
     @cached_property
     def sizes(self) -> Ints:
         """Elements of each block."""

@@ -173,13 +173,14 @@ class GlooTransport(Transport):
             self._kept += tensors
             works += self._hellos.send(peer, tensors)
             staged += size
-        if works:
-            self._hellos.when_done(works, sorted(self._unsent), self._sent)
-        return staged
 
-    def _sent(self) -> None:
-        self._kept.clear()
-        self._unsent = set()
+        def then() -> None:
+            self._kept.clear()
+            self._unsent = set()
+
+        if works:
+            self._hellos.when_done(works, sorted(self._unsent), then)
+        return staged
 
     def _begin_receiving(self, peer: int, number: int, message: Message) -> int:
         size = message.staged_bytes

@@ -96,14 +96,6 @@ class Table:
     exports: Ints  # one row per allocation, by their base
     ranges: Ints  # start and end of tensors, by base number: 2 columns
 
-    @classmethod
-    def of(cls, live: Sequence[int], exports: Sequence[Export], ranges: Ints) -> Table:
-        rows = np.zeros((len(exports), EXPORT_WORDS), np.int64)
-        for row, (allocation, handle) in zip(rows, exports, strict=True):
-            row[:3] = allocation.number, allocation.base, allocation.num_bytes
-            row[3:] = np.frombuffer(handle, np.int64)
-        return cls(np.array(live, np.int64), rows, ranges)
-
     @property
     def num_bytes(self) -> int:
         return 8 * (HEADER_WORDS + self.live.size + self.exports.size + self.ranges.size)
@@ -298,7 +290,11 @@ class GpuMemory(Resource):
         key = (ranges.tobytes(), tuple(live), packs)
         found = self._published.get(key)
         if found is None:
-            table, pool = Table.of(live, exports, ranges), self._connections.buffers
+            rows = np.zeros((len(exports), EXPORT_WORDS), np.int64)
+            for row, (allocation, handle) in zip(rows, exports, strict=True):
+                row[:3] = allocation.number, allocation.base, allocation.num_bytes
+                row[3:] = np.frombuffer(handle, np.int64)
+            table, pool = Table(np.array(live, np.int64), rows, ranges), self._connections.buffers
             for oldest in drop_oldest(self._published, MAX_PUBLISHED - 1):
                 pool.give_back(oldest.buffer)
             buffer = pool.take(table.num_bytes)

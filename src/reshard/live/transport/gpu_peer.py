@@ -274,13 +274,10 @@ class GpuPeerTransport(Transport):
             if self._packs:
                 staged += self._pack(round_)
             else:
-                passed_on = {
-                    peer: 0
-                    for peer, transfers in round_.sends.items()
-                    if peer in self.peers and any(one.hop for one in transfers)
-                }
+                sends = ((peer, some) for peer, some in round_.sends.items() if peer in self.peers)
+                passed_on = [peer for peer, some in sends if any(one.hop for one in some)]
                 if passed_on:
-                    self._announce(round_, passed_on)
+                    self._announce(round_, dict.fromkeys(passed_on, 0))
             if not number:
                 self._pull(self._pulls.first)
                 if self._pulls.num_covered:
@@ -344,7 +341,8 @@ class GpuPeerTransport(Transport):
             return self.bound.tensors[base]
         if base == staging and self.addends is not None:
             return self.addends
-        peer, number = self._pulls.tensor_at(base)
+        peer = max((at, peer) for peer, at in self._pulls.places.items() if at <= base)[1]
+        number = int(self._pulls.numbers[peer][base - self._pulls.places[peer]])
         start, end = self._read_table(peer, self.watch.inbox.hellos[peer]).ranges[number].tolist()
         skip = address % GRID
         size = end - start + skip - (address - int(self._bases[base]))

@@ -90,11 +90,6 @@ class Pulls:
         steps = sorted((peer, step) for pull in pulls for peer, step in pull.waits.items())
         return [(peer, REACHED, step) for peer, step in dict(steps).items()]
 
-    def tensor_at(self, base: int) -> tuple[int, int]:
-        """The peer and the number of its tensor at a base number of the table."""
-        peer = max((place, one) for one, place in self.places.items() if place <= base)[1]
-        return peer, int(self.numbers[peer][base - self.places[peer]])
-
     @classmethod
     def of(cls, program: Program, peers: Collection[int], direct: Collection[int]) -> Pulls:
         """Compile what a rank reads of these peers; only some can be read directly."""

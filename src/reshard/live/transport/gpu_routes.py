@@ -124,11 +124,9 @@ class GpuTrials(Resource):
     def _try(self, peer: int, device: torch.device | None, theirs: Mapping[str, Any]) -> str:
         """Why this rank cannot read the GPU memory of a peer; empty if it can, or need not."""
         connections, rank = self._connections, self._connections.rank
-        if peer == rank:
-            return ""
-        if peer not in connections.peers:
+        if peer not in (rank, *connections.peers):
             return f"ranks {rank} and {peer} are on different hosts"
-        if device is None or "gpu" not in theirs:
+        if peer == rank or device is None or "gpu" not in theirs:
             return ""
         own = self._probes[device]
         for one, found in ((rank, own), (peer, theirs)):

@@ -316,16 +316,15 @@ class HostTransport(Transport):
         receives = {}
         for peer in self.peers & round_.receives.keys():
             message = self._message(peer, round_.receives[peer], False, masked)
-            awaited = self._is_awaited(message)
-            receives[peer] = compile_received(message, self.bound, awaited)
+            receives[peer] = compile_received(message, self.bound, self._is_awaited(message))
         packs = [compile_copies(copies, self.bound) if copies else None for copies in lists]
         sends, gets = ([*batches[0].values(), *batches[1].values()], receives.values())
-        waits = frozenset(one.peer for one in sends if one.awaited)
-        unread = frozenset(one.peer for one in sends if one.staged) - waits
+        waiting = frozenset(one.peer for one in sends if one.awaited)
+        unread = frozenset(one.peer for one in sends if one.staged) - waiting
         accessed = {one.peer for one in sends if one.writes}
         accessed |= {one.peer for one in gets if one.reads}
         direct = any(one.reads or one.writes for one in (*sends, *gets))
-        more = (waits, unread, sorted(accessed), direct)
+        more = (waiting, unread, sorted(accessed), direct)
         return _HostRound(batches[0], batches[1], packs, receives, at, at - start, *more)
 
     def _message(
