@@ -84,8 +84,8 @@ class GpuPeerTransport(Transport):
         self._memory = watch.connections.resource(GpuMemory)
         self._stream = stream_of(device)
         self._here: dict[int, set[int]] = {}  # by round, the peers whose messages have come
-        self._read_steps: dict[int, int] = {}
-        """The last step of each peer, its reads of this rank's messages, that the stream awaits."""
+        self._awaited: dict[tuple[int, int], int] = {}
+        """The last step for which the stream waits, by peer and kind of signal."""
 
     def label(self, peer: int) -> str:
         return "GPU peer memory"
@@ -314,6 +314,7 @@ class GpuPeerTransport(Transport):
         stream, signals = self._stream, self._signals
         for peer, step in pull.waits.items():
             signals.peers[peer].wait(stream, REACHED, self.watch.call, step)
+            self._awaited[peer, REACHED] = max(step, self._awaited.get((peer, REACHED), 0))
         bases = self._bases
         packed = [peer for peer in pull.waits if self.watch.inbox.hellos[peer].strided]
         if packed:
@@ -366,10 +367,10 @@ class GpuPeerTransport(Transport):
         with self._driver_errors("wait for other GPUs"):
             for peer in self.peers & round_.sends.keys():
                 signals.peers[peer].wait(self._stream, DONE, self.watch.call, step)
-                self._read_steps[peer] = step
+                self._awaited[peer, DONE] = step
             if round_.number == program.num_rounds - 1:
-                read = [(peer, DONE, step) for peer, step in self._read_steps.items()]
-                mark, waits = self._memory.mark(self.device), [*self._pulls.waits, *read]
+                mark = self._memory.mark(self.device)
+                waits = [(peer, kind, last) for (peer, kind), last in self._awaited.items()]
                 flags = [peer.flags for peer in self.watch.connections.peers.values()]
                 work = GpuWork(signals, mark, waits, flags)
                 late = "its GPU to come to the move of"

@@ -78,17 +78,10 @@ class Pulls:
     """The base numbers of the tensors that are read from each peer, on that peer."""
     places: Mapping[int, int]  # where these begin in the table of base addresses
 
-    @property
+    @cached_property
     def staging_bytes(self) -> int:
         """The most that any round stages."""
         return max((pull.staging_bytes for pull in self.later.values()), default=0)
-
-    @cached_property
-    def waits(self) -> list[tuple[int, int, int]]:
-        """The last step that each peer must have reached before a pull: peer, REACHED, step."""
-        pulls = (self.first, *self.later.values())
-        steps = sorted((peer, step) for pull in pulls for peer, step in pull.waits.items())
-        return [(peer, REACHED, step) for peer, step in dict(steps).items()]
 
     @classmethod
     def of(cls, program: Program, peers: Collection[int], direct: Collection[int]) -> Pulls:
