@@ -96,15 +96,11 @@ class Table:
     exports: Ints  # one row per allocation, by their base
     ranges: Ints  # start and end of tensors, by base number: 2 columns
 
-    @property
-    def num_bytes(self) -> int:
-        return 8 * (HEADER_WORDS + self.live.size + self.exports.size + self.ranges.size)
-
-    def write(self, address: int) -> None:
+    def words(self) -> Ints:
+        """All of it, as it is in shared memory."""
         header = np.array([MAGIC, len(self.live), len(self.exports), len(self.ranges)])
         parts = [header, self.live, self.exports.reshape(-1), self.ranges.reshape(-1)]
-        words = array_at(address, (self.num_bytes // 8,), np.dtype(np.int64), (8,))
-        np.concatenate(parts, out=words)
+        return np.concatenate(parts)
 
     @classmethod
     def read(cls, address: int, num_bytes: int, num_tensors: int) -> Table:
@@ -249,7 +245,7 @@ class GpuMemory(Resource):
         self._version = 0
         self._device: torch.device | None = None
         self._own: Signals | None = None
-        self._peers: dict[int, Signals] = {}
+        self.peers: dict[int, Signals] = {}  # the signals of peers
         self._connections = connections
         self.may_poll = has_spare_cores(1 + len(connections.peers))
         """Whether a rank may poll for messages before it sleeps."""
@@ -269,14 +265,9 @@ class GpuMemory(Resource):
             self._own = Signals.create(self.driver)
         return self._own
 
-    def known_signals(self, peer: int, number: int) -> Signals | None:
-        """The signals of a peer, if the shared page with this number is mapped already."""
-        found = self._peers.get(peer)
-        return None if found is None or found.page.number != number else found
-
     def map_signals(self, peer: int, number: int) -> Signals:
         """Map the signals of a peer, on the shared page with this number; KeyError without it."""
-        found = self._peers[peer] = Signals(self._buffers[peer, number], self.driver)
+        found = self.peers[peer] = Signals(self._buffers[peer, number], self.driver)
         return found
 
     def publish(self, ranges: Ints, packs: bool) -> Published:
@@ -294,11 +285,12 @@ class GpuMemory(Resource):
             for row, (allocation, handle) in zip(rows, exports, strict=True):
                 row[:3] = allocation.number, allocation.base, allocation.num_bytes
                 row[3:] = np.frombuffer(handle, np.int64)
-            table, pool = Table(np.array(live, np.int64), rows, ranges), self._connections.buffers
+            words = Table(np.array(live, np.int64), rows, ranges).words()
+            pool = self._connections.buffers
             for oldest in drop_oldest(self._published, MAX_PUBLISHED - 1):
                 pool.give_back(oldest.buffer)
-            buffer = pool.take(table.num_bytes)
-            table.write(buffer.address)
+            buffer = pool.take(words.nbytes)
+            array_at(buffer.address, words.shape, words.dtype, words.strides)[:] = words
             self._version += 1
             found = self._published[key] = Published(self._version, buffer, packs)
         return found
@@ -356,9 +348,9 @@ class GpuMemory(Resource):
         if not self.is_idle():
             return
         with self.using(self._device):
-            for signals in self._peers.values():
+            for signals in self.peers.values():
                 signals.close()
             if self._own is not None:
                 self._own.close()
                 self._own.page.close()
-        self._peers, self._own = {}, None
+        self.peers, self._own = {}, None

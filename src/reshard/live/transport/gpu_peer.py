@@ -224,8 +224,8 @@ class GpuPeerTransport(Transport):
         pulls = self._pulls = self._kept("pulls", make, direct)
         for peer in self.peers:
             number = hellos[peer].signals
-            signals = memory.known_signals(peer, number)
-            if signals is None:
+            signals = memory.peers.get(peer)
+            if signals is None or signals.page.number != number:
                 with self._driver_errors(f"reach the signals of rank {peer}", ValueError, KeyError):
                     signals = memory.map_signals(peer, number)
             self._signals.peers[peer] = signals
