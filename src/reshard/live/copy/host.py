@@ -179,7 +179,6 @@ class _StridedBlocks:
                 target.copy_(source)
 
     def _copies(self, bases: Ints) -> Iterator[Copy]:
-        """Both sides of every block."""
         table, cast = self._table, self._table.cast
         size = table.itemsize
         to_size = size if cast is None else np.full(len(table), ITEMSIZE[cast[1]])

@@ -201,7 +201,6 @@ class GlooTransport(Transport):
         return [piece for view in views for piece in torch.split(view, PIECE_BYTES)]
 
     def receive(self, round_: Round, peers: Collection[int], arrived: Arrived) -> None:
-        """Unpack messages that have arrived."""
         messages = self._messages(round_, False)
         for peer in peers:
             message, buffer = messages[peer], self._arrivals[peer, round_.number]

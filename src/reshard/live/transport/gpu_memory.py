@@ -333,7 +333,6 @@ class GpuMemory(Resource):
             torch.cuda.current_stream(device).wait_event(event)
 
     def release(self) -> None:
-        """Free the buffers, and unmap the memory of peers."""
         self.addends.release()
         while self._published:
             self._connections.buffers.give_back(self._published.popitem()[1].buffer)

@@ -193,7 +193,6 @@ class GpuPeerTransport(Transport):
         return kept[key]  # type: ignore[no-any-return]
 
     def _pack(self, round_: Round) -> int:
-        """Pack the messages of a round, and announce them."""
         packed, memory = self._packed(round_), self._memory
         if not packed.messages:
             return 0

@@ -160,7 +160,6 @@ class GpuWork:
         self.group, self._done, self._waits, self._flags = group, done, waits, flags
 
     def begun(self) -> bool:
-        """Whether this rank's GPU has reached the call."""
         return self.group.own.has_come(REACHED, self.group.call, ENTERED)
 
     def done(self) -> bool:

@@ -261,7 +261,6 @@ class HostTransport(Transport):
         return [peer for peer in awaited if (peer, round_.number) not in released]
 
     def close(self, ok: bool) -> None:
-        """Give the buffers back."""
         pool = self._connections.buffers
         pool.end_call(self._buffers, self.watch.call, self._unread_by, ok)
 
