@@ -275,8 +275,7 @@ def _whole_tiles(blocks: Strided, lanes: int) -> Strided:
     rows = (length >= 0) & (count >= lanes // 2)
     widths = blocks.widths.copy()
     widths[rows, -1] = -(-count[rows] // lanes) * lanes
-    fits = widths.prod(axis=1) <= 2 * MAX_UNITS
-    rows &= fits
+    rows &= widths.prod(axis=1) <= 2 * MAX_UNITS
     widths[~rows] = blocks.widths[~rows]
     return replace(blocks, widths=widths, unit=np.where(rows, ROWS + length, blocks.unit))
 

@@ -77,8 +77,33 @@ class OrderedSum:
         self._with_torch: TorchCopies | None = None
 
     @cached_property
-    def _parts(self) -> _Parts:
-        return _Parts(self._firsts)
+    def _parts(self) -> tuple[Ints, Ints, int]:
+        """All parts that this rank adds up, where each is in the accumulator, and its length."""
+        part = np.concatenate([one.part for one in self._firsts])
+        size = np.concatenate([one.sizes for one in self._firsts])
+        order = np.argsort(part, kind="stable")
+        ends = np.cumsum(size[order])
+        return part[order], ends - size[order], int(ends[-1])
+
+    def _places(self, transfer: Transfer) -> Ints:
+        """Where the blocks of a transfer are in the accumulator; those of a part have the same
+        order in all transfers."""
+        parts, starts, _ = self._parts
+        within = transfer.at - transfer.at[np.searchsorted(transfer.part, transfer.part)]
+        found: Ints = starts[np.searchsorted(parts, transfer.part)] + within
+        return found
+
+    def _runs(self, transfer: Transfer) -> Iterator[tuple[int, int, int]]:
+        """The runs of a packed transfer that are contiguous in the accumulator as well.
+
+        Start and end there, and the start in the transfer, in elements.
+        """
+        places = self._places(transfer)
+        ends = places + transfer.sizes
+        new = np.flatnonzero(np.append(True, places[1:] != ends[:-1]))
+        last = np.append(new[1:], len(places)) - 1
+        columns = (places[new], ends[last], transfer.at[new])
+        return zip(*(column.tolist() for column in columns), strict=True)
 
     def _in_same_blocks(self) -> list[tuple[Sequence[int], list[_Operand]]] | None:
         """Shape, destination and operands of each block, if all addends have the same blocks."""
@@ -141,18 +166,17 @@ class OrderedSum:
 
     def _total(self, tensors: Bases, arrived: Arrived, device: torch.device) -> torch.Tensor:
         """The accumulator with all sums, not rounded yet."""
-        parts, wide = self._parts, getattr(torch, self._wide)
-        total = torch.empty(parts.length, dtype=wide, device=device)
+        total = torch.empty(self._parts[2], dtype=getattr(torch, self._wide), device=device)
         for one in self._addends:
             first, place = one.addend == self._addends[0].addend, arrived.get(id(one))
             if place is not None:
                 if isinstance(place, int):
                     place = torch.from_numpy(array_at(place, (one.num_bytes,), RAW[1], (1,)))
                 message = place.view(getattr(torch, one.dtype))
-                for low, high, at in parts.stretches(one):
+                for low, high, at in self._runs(one):
                     self._add(total[low:high], message[at : at + high - low], first)
                 continue
-            rows = (parts.places(one).tolist(), one.sizes.tolist(), one.width.tolist())
+            rows = (self._places(one).tolist(), one.sizes.tolist(), one.width.tolist())
             places = _operands(one.source, 1)
             for low, count, shape, (base, offset, strides) in zip(*rows, places, strict=True):
                 tensor = tensors.tensors[base].detach()
@@ -196,7 +220,7 @@ class OrderedSum:
         """From the accumulator, in place of the staging buffer, into the destination."""
         copies, size = CopyList(), getattr(torch, self._wide).itemsize
         for one in self._firsts:
-            at = self._parts.places(one) * size
+            at = self._places(one) * size
             line = Place.in_message(one.width, at, self._staging, self._wide)
             copies.add(one.width, line, one.destination)
         return copies
@@ -209,38 +233,6 @@ _Operand = tuple[int, int, Sequence[int]]
 def _operands(place: Place, size: int) -> list[_Operand]:
     columns = (place.base, place.offset, place.strides * size)
     return list(zip(*(column.tolist() for column in columns), strict=True))
-
-
-class _Parts:
-    """Where each part is in the accumulator of all parts that a rank adds up."""
-
-    def __init__(self, transfers: Sequence[Transfer]) -> None:
-        part = np.concatenate([one.part for one in transfers])
-        size = np.concatenate([one.sizes for one in transfers])
-        order = np.argsort(part, kind="stable")
-        self.parts = part[order]
-        ends = np.cumsum(size[order])
-        self.starts = ends - size[order]
-        self.length = int(ends[-1])
-
-    def places(self, transfer: Transfer) -> Ints:
-        """Where its blocks are; the blocks of a part have the same order in all transfers."""
-        first_of_part = np.searchsorted(transfer.part, transfer.part)
-        within = transfer.at - transfer.at[first_of_part]
-        found: Ints = self.starts[np.searchsorted(self.parts, transfer.part)] + within
-        return found
-
-    def stretches(self, transfer: Transfer) -> Iterator[tuple[int, int, int]]:
-        """The runs of a packed transfer that are contiguous in the accumulator as well.
-
-        Start and end there, and the start in the transfer, in elements.
-        """
-        places = self.places(transfer)
-        ends = places + transfer.sizes
-        new = np.flatnonzero(np.append(True, places[1:] != ends[:-1]))
-        last = np.append(new[1:], len(places)) - 1
-        columns = (places[new], ends[last], transfer.at[new])
-        yield from zip(*(column.tolist() for column in columns), strict=True)
 
 
 def add_up(op: str, dtype: str, total: Array, addends: Sequence[Array]) -> int:

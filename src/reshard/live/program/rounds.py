@@ -273,7 +273,5 @@ def as_strided(offset: Ints, shape: tuple[int, ...], strides: tuple[int, ...]) -
     """
     count = int(np.prod(shape, dtype=np.int64))
     index = np.unravel_index(offset % max(count, 1), shape) if shape else ()
-    total = np.zeros_like(offset)
-    for at, stride in zip(index, strides, strict=True):
-        total += at * stride
-    return total
+    parts = (at * stride for at, stride in zip(index, strides, strict=True))
+    return sum(parts, np.zeros_like(offset))

@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -205,13 +205,9 @@ class StagingBuffer:
         self._tensor = None
 
 
-class Published(NamedTuple):
-    """A table of this rank in shared memory."""
-
-    version: int
-    buffer: SharedBuffer
-    packs: bool  # whether it has no tensors, but a buffer in which this rank packs its messages
-
+Published = tuple[int, SharedBuffer, bool]
+"""A table of this rank in shared memory: its version, its buffer, and whether it has no tensors but
+a buffer in which this rank packs its messages."""
 
 MAX_PUBLISHED = 8  # tables that are kept for the next calls
 
@@ -287,12 +283,12 @@ class GpuMemory(Resource):
                 row[3:] = np.frombuffer(handle, np.int64)
             words = Table(np.array(live, np.int64), rows, ranges).words()
             pool = self._connections.buffers
-            for oldest in drop_oldest(self._published, MAX_PUBLISHED - 1):
-                pool.give_back(oldest.buffer)
+            for _, oldest, _ in drop_oldest(self._published, MAX_PUBLISHED - 1):
+                pool.give_back(oldest)
             buffer = pool.take(words.nbytes)
             array_at(buffer.address, words.shape, words.dtype, words.strides)[:] = words
             self._version += 1
-            found = self._published[key] = Published(self._version, buffer, packs)
+            found = self._published[key] = self._version, buffer, packs
         return found
 
     def keeps(self, published: Published) -> bool:
@@ -335,7 +331,7 @@ class GpuMemory(Resource):
     def release(self) -> None:
         self.addends.release()
         while self._published:
-            self._connections.buffers.give_back(self._published.popitem()[1].buffer)
+            self._connections.buffers.give_back(self._published.popitem()[1][1])
         with self.using(self._device):
             self._free_packing()
             self.mappings.drop(self.is_idle)

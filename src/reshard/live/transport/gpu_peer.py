@@ -24,10 +24,11 @@ import torch
 
 from reshard.layout.columns import Ints, distinct
 from reshard.live.copy.cuda_driver import CudaError, stream_of
-from reshard.live.copy.gpu import TensorTable
+from reshard.live.copy.gpu import TensorTable, TorchCopies
 from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import BoundTensors
-from reshard.live.program.messages import GRID
+from reshard.live.program.blocks import CopyList
+from reshard.live.program.messages import GRID, Message, lay_out, message_of
 from reshard.live.program.rounds import Program, Round
 from reshard.live.session.control import Cause, Hello, Ready, Released
 from reshard.live.session.shared_memory import DONE, REACHED, CallSignals
@@ -36,7 +37,6 @@ from reshard.live.transport.gpu_memory import GpuMemory, Published, Table
 from reshard.live.transport.gpu_pulls import (
     ENTERED,
     GpuWork,
-    PackedRound,
     PeerViews,
     Pull,
     Pulls,
@@ -156,7 +156,7 @@ class GpuPeerTransport(Transport):
                 packs = True
         if packs:
             ranges[:] = 0
-            size = max(self._packed(one).num_bytes for one in self._rounds())
+            size = max(self._packed(one)[1] for one in self._rounds())
             start = memory.packing_buffer(max(size, 1))
             ranges[-1] = start, start + size
         published = memory.publish(ranges, packs)
@@ -185,23 +185,27 @@ class GpuPeerTransport(Transport):
 
     # Packing -----------------------------------------------------------------------------------
 
-    def _packed(self, round_: Round) -> PackedRound:
-        """The messages of a round as this rank packs them, kept with the round."""
+    def _packed(self, round_: Round) -> tuple[list[Message], int, TorchCopies]:
+        """The messages of a round as this rank packs them, where they end, and what packs them."""
         kept, key = round_.kept, ("gpu peer", "packed", self.peers)
         if key not in kept:
-            kept[key] = PackedRound.of(round_, self.peers, self.bound.staging)
+            mine = [one for one in round_.sends.items() if one[0] in self.peers]
+            messages, end = lay_out(message_of(*one) for one in mine)
+            copies = CopyList()
+            for message in messages:
+                message.pack(copies, message.offset, self.bound.staging)
+            kept[key] = messages, end, TorchCopies(copies)
         return kept[key]  # type: ignore[no-any-return]
 
     def _pack(self, round_: Round) -> int:
-        packed, memory = self._packed(round_), self._memory
-        if not packed.messages:
+        (messages, num_bytes, copies), memory = self._packed(round_), self._memory
+        if not messages:
             return 0
         memory.after_last_call(self.device)
-        address = memory.packing_buffer(1)
-        buffer = memory.driver.view(address, packed.num_bytes, self.device)
-        packed.copies.launch(TensorTable.of(self.bound, buffer))
-        self._announce(round_, {one.peer: one.offset for one in packed.messages})
-        return packed.num_bytes
+        buffer = memory.driver.view(memory.packing_buffer(1), num_bytes, self.device)
+        copies.launch(TensorTable.of(self.bound, buffer))
+        self._announce(round_, {one.peer: one.offset for one in messages})
+        return num_bytes
 
     def _announce(self, round_: Round, offsets: Mapping[int, int]) -> None:
         """Signal that what this rank sends in a round is ready, and tell the receivers."""

@@ -19,13 +19,11 @@ from reshard.errors import LiveError
 from reshard.layout.columns import Ints, distinct
 from reshard.live.copy.gpu import TorchCopies
 from reshard.live.program.blocks import CopyList, Place
-from reshard.live.program.messages import Message, lay_out, message_of, on_grid
-from reshard.live.program.rounds import Program, Round, Transfer
+from reshard.live.program.messages import message_of, on_grid
+from reshard.live.program.rounds import Program, Transfer
 from reshard.live.session.shared_memory import REACHED, AbortFlags, CallSignals
 
-__all__ = [
-    "ENTERED", "GpuWork", "PackedRound", "PeerViews", "Pull", "Pulls", "done_step", "round_step",
-]  # fmt: skip
+__all__ = ["ENTERED", "GpuWork", "PeerViews", "Pull", "Pulls", "done_step", "round_step"]
 
 ENTERED = 1  # the step at which a stream has reached the call, so that its source tensors are ready
 
@@ -115,24 +113,6 @@ class Pulls:
             if rest.listed:
                 later[round_.number] = rest
         return cls(first, later, min(later, default=len(rounds)), numbers, places)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class PackedRound:
-    """The messages of a round that a rank packs, because peers cannot read its tensors."""
-
-    messages: Sequence[Message]
-    copies: TorchCopies
-    num_bytes: int
-
-    @classmethod
-    def of(cls, round_: Round, peers: Collection[int], staging: int) -> PackedRound:
-        mine = [(peer, some) for peer, some in round_.sends.items() if peer in peers]
-        messages, end = lay_out(message_of(*one) for one in mine)
-        copies = CopyList()
-        for message in messages:
-            message.pack(copies, message.offset, staging)
-        return cls(messages, TorchCopies(copies), end)
 
 
 class PeerViews(dict[int, torch.Tensor]):
