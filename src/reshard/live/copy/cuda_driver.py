@@ -26,17 +26,13 @@ HANDLE_BYTES = 64
 BUFFER_ID = 7
 """CU_POINTER_ATTRIBUTE_BUFFER_ID: a number that no other allocation of the process ever has."""
 
-OPEN_LAZILY = 1
-"""CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: also memory of another GPU."""
+OPEN_LAZILY = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: also memory of another GPU
 
 PORTABLE_AND_MAPPED = 1 | 2
 """CU_MEMHOSTREGISTER_PORTABLE and _DEVICEMAP: for all GPUs of this process."""
 
-NO_CONTEXT = 201
-"""CUDA_ERROR_INVALID_CONTEXT: the thread that calls has none."""
-
-NON_BLOCKING = 1
-"""CU_STREAM_NON_BLOCKING: does not wait for work on the default stream."""
+NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: the thread that calls has none
+NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for work on the default stream
 
 
 class CudaError(Exception):
@@ -48,8 +44,7 @@ class Allocation(NamedTuple):
 
     base: int
     num_bytes: int
-    number: int
-    """Never given to another allocation of the process."""
+    number: int  # never given to another allocation of the process
 
 
 class _Handle(ctypes.Structure):
@@ -88,7 +83,6 @@ class Driver:
             raise CudaError(text.value.decode() if text.value else f"CUDA error {code}")
 
     def is_usable(self) -> bool:
-        """Whether there is a GPU."""
         return torch.cuda.is_available()
 
     def gpu_of(self, device: torch.device) -> str:
@@ -134,7 +128,6 @@ class Driver:
         return found.value
 
     def free(self, address: int) -> None:
-        """Free such memory."""
         self._call("cuMemFree_v2", c_uint64(address))
 
     def write_word(self, address: int, value: int) -> None:
@@ -166,7 +159,6 @@ class Driver:
         return found.value
 
     def unregister(self, address: int) -> None:
-        """Undo it."""
         self._call("cuMemHostUnregister", c_void_p(address))
 
     def write_signal(self, stream: int, address: int, value: int) -> None:

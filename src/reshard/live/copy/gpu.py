@@ -30,8 +30,7 @@ from reshard.live.program.blocks import CopyBlocks, CopyList
 
 __all__ = ["WORDS", "CopyTable", "TensorTable", "TorchCopies"]
 
-MAX_KEPT = 8
-"""Launch tables that are kept for tensors that are aligned differently."""
+MAX_KEPT = 8  # launch tables that are kept for tensors that are aligned differently
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -111,7 +110,6 @@ class CopyTable:
         return sum(one.memory.nbytes for one in kept)
 
     def _compile(self, tensors: TensorTable) -> _Compiled:
-        """The launch table for tensors aligned like these."""
         sizes, phases = self._sizes, tensors.phases
         blocks = merged_blocks(self.blocks, phases, sizes)
         # Casts load whole elements: a pointer to a float32 must be a multiple of 4.
@@ -134,7 +132,6 @@ class TorchCopies:
         self.launch(TensorTable.of(tensors, torch.from_numpy(array)))
 
     def launch(self, tensors: TensorTable) -> None:
-        """Copy on the current stream."""
         for one in self._tables:
             one.launch(tensors)
 
@@ -145,8 +142,7 @@ class _Compiled:
 
     blocks: Strided
     table: LaunchTable
-    aligned: bool
-    """Whether every element that is cast is at a multiple of its size."""
+    aligned: bool  # whether every element that is cast is at a multiple of its size
     uploaded: dict[torch.device, _OnDevice]
 
 
@@ -160,8 +156,7 @@ class _OnDevice:
         tiles = np.zeros(-(-len(table.tiles) // 2) * 2, dtype=np.int32)
         tiles[: len(table.tiles)] = table.tiles
         both = np.concatenate([table.rows.reshape(-1), tiles.view(np.int64)])
-        self.memory = torch.from_numpy(both).to(device)
-        """Rows and tiles in one tensor."""
+        self.memory = torch.from_numpy(both).to(device)  # rows and tiles in one tensor
         self._arguments = self.memory[:num_rows], self.memory[num_rows:].view(torch.int32)
         self._grid, self._num_warps = (len(table.tiles), 1, 1), table.num_warps
         shape = (table.lanes, table.num_dims, table.wide)

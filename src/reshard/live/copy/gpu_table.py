@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from reshard.layout.columns import Ints, distinct
+from reshard.layout.columns import Ints, distinct, spread
 from reshard.live.program.blocks import CopyBlocks
 
 __all__ = ["FIELDS", "Cast", "LaunchTable", "Strided", "compile_table", "merged_blocks"]
@@ -43,10 +43,8 @@ EDGE_BYTES = 256
 SHIFTED, ROWS = 1 << 40, 1 << 41
 """Added to the bytes of a row, in place of a unit: units are then 16 bytes of the destination's
 grid, put together from shifted words. With `ROWS` every tile is in one row."""
-SHIFTED_BYTES = 256
-"""Shorter rows are not divided like that; the kernel needs at least 32."""
-SHIFTED_UNITS = 8
-"""Only rows whose units would be narrower than this."""
+SHIFTED_BYTES = 256  # shorter rows are not divided like that; the kernel needs at least 32
+SHIFTED_UNITS = 8  # only rows whose units would be narrower than this
 
 FIELDS = 24
 """Columns of a launch row: source, its offset, destination, its offset, first tile, units, unit,
@@ -75,14 +73,10 @@ class Cast:
 class Strided:
     """Blocks whose strides are in bytes. Columns of both sides have the source's first."""
 
-    base: Ints
-    """Numbers in the table of base addresses: 2 sides, blocks."""
-    offset: Ints
-    """2 sides, blocks."""
-    widths: Ints
-    """Blocks, dims."""
-    strides: Ints
-    """2 sides, blocks, dims."""
+    base: Ints  # numbers in the table of base addresses: 2 sides, blocks
+    offset: Ints  # 2 sides, blocks
+    widths: Ints  # blocks, dims
+    strides: Ints  # 2 sides, blocks, dims
     unit: Ints
     """Bytes (of a cast: elements) that one index stands for; or those of a row with `SHIFTED` or
     `ROWS`."""
@@ -109,19 +103,14 @@ class Strided:
 class LaunchTable:
     """What a kernel needs to know of all blocks, but for the addresses of the tensors."""
 
-    rows: Ints
-    """One row of ``FIELDS`` numbers per block."""
-    tiles: np.ndarray[Any, np.dtype[np.int32]]
-    """The block of each tile."""
-    lanes: int
-    """Units of one tile."""
-    num_warps: int
-    """Warps that copy one tile."""
+    rows: Ints  # one row of ``FIELDS`` numbers per block
+    tiles: np.ndarray[Any, np.dtype[np.int32]]  # the block of each tile
+    lanes: int  # units of one tile
+    num_warps: int  # warps that copy one tile
     num_dims: int
     units: tuple[int, ...]
     """The sizes of units that occur, in bytes (of a cast: in elements), `SHIFTED` or `ROWS`."""
-    wide: bool
-    """Whether offsets inside a block need 64 bits."""
+    wide: bool  # whether offsets inside a block need 64 bits
 
 
 def merged_blocks(blocks: CopyBlocks, phase: Ints, cast: Cast | None = None) -> Strided:
@@ -129,22 +118,19 @@ def merged_blocks(blocks: CopyBlocks, phase: Ints, cast: Cast | None = None) -> 
 
     The phases are the base addresses modulo 16.
     """
-    strided = _merge_dims(_by_destination(_in_bytes(blocks, cast)))
-    if cast is not None:
-        return _merge_dims(_grouped_elements(strided, phase, cast))
-    middle, edges = _without_edges(strided, phase)
-    parts = [_in_units(part, phase) for part in (middle, *edges)]
-    return _joined([_merge_dims(part) for part in parts if len(part)] or [parts[0]])
+    strided = _merge_dims(_in_bytes(blocks, cast))
+    if cast is None:
+        strided = _without_edges(strided, phase)
+    return _merge_dims(_in_units(strided, phase, cast))
 
 
 def compile_table(blocks: Strided, cast: Cast | None = None) -> LaunchTable:
     """Tiles of equal work over all blocks."""
     blocks = _bounded(_at_most_dims(blocks if cast is not None else _shifted(blocks)))
-    units = blocks.widths.prod(axis=1)
     widest = WIDEST if cast is None else cast.num_together
-    lanes, num_warps = _lanes(units, blocks.unit, widest)
+    lanes, num_warps = _lanes(blocks.widths.prod(axis=1), blocks.unit, widest)
     blocks = _whole_tiles(blocks, lanes)
-    units = blocks.widths.prod(axis=1)
+    units, unit = blocks.widths.prod(axis=1), blocks.unit
     tiles = -(-units // lanes)
     first = np.cumsum(tiles) - tiles
     divisors = blocks.widths[:, 1:]
@@ -155,7 +141,7 @@ def compile_table(blocks: Strided, cast: Cast | None = None) -> LaunchTable:
     rows = np.column_stack(
         [
             *(blocks.base[0], blocks.offset[0], blocks.base[1], blocks.offset[1]),
-            *(first, units, blocks.unit, divisors, multipliers, shifts, *blocks.strides),
+            *(first, units, unit, divisors, multipliers, shifts, *blocks.strides),
         ]
     )
     return LaunchTable(
@@ -164,13 +150,17 @@ def compile_table(blocks: Strided, cast: Cast | None = None) -> LaunchTable:
         lanes=lanes,
         num_warps=num_warps,
         num_dims=NUM_DIMS - int(dims[0]) if len(dims) else 1,
-        units=tuple(distinct(_kinds(blocks.unit)).tolist()),
+        # Without the bytes of rows.
+        units=tuple(distinct(np.where(unit >= ROWS, ROWS, np.minimum(unit, SHIFTED))).tolist()),
         wide=reach + WIDEST >= 1 << 31,
     )
 
 
 def _in_bytes(blocks: CopyBlocks, cast: Cast | None) -> Strided:
-    """Blocks that are not empty; an element that is not cast is one more dim, of its bytes."""
+    """Blocks that are not empty; an element that is not cast is one more dim, of its bytes.
+
+    Dims are in the memory order of the destination, so that writes are contiguous.
+    """
     full = np.flatnonzero(blocks.widths.all(axis=1))
     widths, item = blocks.widths[full], blocks.itemsize[full, None]
     strides = np.stack([blocks.source_strides[full], blocks.destination_strides[full]])
@@ -179,22 +169,14 @@ def _in_bytes(blocks: CopyBlocks, cast: Cast | None) -> Strided:
         widths = np.hstack([widths, item])
     else:
         strides = strides * cast.itemsizes[:, :, None]
+    strides = np.where(widths > 1, strides, 0)
+    order = np.argsort(-strides[1], axis=1, kind="stable")
     return Strided(
         base=np.stack([blocks.source, blocks.destination])[:, full],
         offset=np.stack([blocks.source_offset, blocks.destination_offset])[:, full],
-        widths=widths,
-        strides=np.where(widths > 1, strides, 0),
+        widths=np.take_along_axis(widths, order, 1),
+        strides=np.take_along_axis(strides, order[None], 2),
         unit=np.ones(len(full), dtype=np.int64),
-    )
-
-
-def _by_destination(blocks: Strided) -> Strided:
-    """Dims in the memory order of the destination, so that writes are contiguous."""
-    order = np.argsort(-blocks.strides[1], axis=1, kind="stable")
-    return replace(
-        blocks,
-        widths=np.take_along_axis(blocks.widths, order, 1),
-        strides=np.take_along_axis(blocks.strides, order[None], 2),
     )
 
 
@@ -225,8 +207,8 @@ def _outer_bits(blocks: Strided) -> Ints:
     return found
 
 
-def _without_edges(blocks: Strided, phase: Ints) -> tuple[Strided, list[Strided]]:
-    """Split off what is off the grid of 16 bytes at both ends of long rows."""
+def _without_edges(blocks: Strided, phase: Ints) -> Strided:
+    """Make blocks of what is off the grid of 16 bytes at both ends of long rows."""
     source, destination = blocks.addresses(phase)
     outer = _outer_bits(blocks)
     grid = outer[0] | outer[1] | (source - destination)
@@ -235,8 +217,8 @@ def _without_edges(blocks: Strided, phase: Ints) -> tuple[Strided, list[Strided]
     tail = (length - head) % WIDEST
     split = _contiguous(blocks) & (grid % WIDEST == 0) & (length >= EDGE_BYTES) & (head + tail > 0)
     head, tail = np.where(split, head, 0), np.where(split, tail, 0)
-    edges = [_row_part(blocks, np.zeros_like(head), head), _row_part(blocks, length - tail, tail)]
-    return _row_part(blocks, head, length - head - tail), edges
+    parts = (head, length - head - tail), (np.zeros_like(head), head), (length - tail, tail)
+    return _joined([_row_part(blocks, *part) for part in parts])
 
 
 def _row_part(blocks: Strided, start: Ints, length: Ints) -> Strided:
@@ -253,12 +235,24 @@ def _contiguous(blocks: Strided, items: Any = 1) -> Any:
     return (blocks.strides[:, :, -1] == items).all(axis=0)
 
 
-def _in_units(blocks: Strided, phase: Ints) -> Strided:
-    """Rows counted in the widest unit that fits every address and every length."""
-    both = blocks.addresses(phase) | _outer_bits(blocks)
-    bits = both[0] | both[1] | blocks.widths[:, -1] | WIDEST
-    unit = np.where(_contiguous(blocks), bits & -bits, 1)
-    return _rows_in(blocks, unit, unit)
+def _in_units(blocks: Strided, phase: Ints, cast: Cast | None) -> Strided:
+    """Rows counted in the widest unit that fits every address and every length.
+
+    Of a cast it is a group of elements, where both sides are aligned to whole groups.
+    """
+    bits, length = blocks.addresses(phase) | _outer_bits(blocks), blocks.widths[:, -1]
+    items: Any = 1 if cast is None else cast.itemsizes
+    if cast is None:
+        all_bits = bits[0] | bits[1] | length | WIDEST
+        unit = np.where(_contiguous(blocks), all_bits & -all_bits, 1)
+    else:
+        num = cast.num_together
+        fits = (bits % np.minimum(WIDEST, num * items) == 0).all(axis=0)
+        unit = np.where(fits & _contiguous(blocks, items) & (length % num == 0), num, 1)
+    widths, strides = blocks.widths.copy(), blocks.strides.copy()
+    widths[:, -1] //= unit
+    strides[:, :, -1] = np.where(unit > 1, unit * items, strides[:, :, -1])
+    return replace(blocks, widths=widths, strides=strides, unit=unit)
 
 
 def _shifted(blocks: Strided) -> Strided:
@@ -266,14 +260,12 @@ def _shifted(blocks: Strided) -> Strided:
     length = blocks.widths[:, -1] * blocks.unit
     rows = _contiguous(blocks, blocks.unit) & (blocks.unit < SHIFTED_UNITS)
     rows &= (length >= SHIFTED_BYTES) & (length < MAX_UNITS)
-    if not rows.any():
-        return blocks
     long, length = blocks.take(rows), length[rows]
     widths, strides = long.widths.copy(), long.strides.copy()
     # As many as a row can have bytes of, wherever on the grid it begins.
     widths[:, -1], strides[:, :, -1] = (length + 2 * (WIDEST - 1)) // WIDEST, WIDEST
     long = replace(long, widths=widths, strides=strides, unit=SHIFTED + length)
-    return _joined([part for part in (blocks.take(~rows), long) if len(part)])
+    return _joined([blocks.take(~rows), long])
 
 
 def _whole_tiles(blocks: Strided, lanes: int) -> Strided:
@@ -283,40 +275,13 @@ def _whole_tiles(blocks: Strided, lanes: int) -> Strided:
     rows = (length >= 0) & (count >= lanes // 2)
     widths = blocks.widths.copy()
     widths[rows, -1] = -(-count[rows] // lanes) * lanes
-    fits = widths.prod(axis=1) <= 2 * MAX_UNITS
-    rows &= fits
+    rows &= widths.prod(axis=1) <= 2 * MAX_UNITS
     widths[~rows] = blocks.widths[~rows]
     return replace(blocks, widths=widths, unit=np.where(rows, ROWS + length, blocks.unit))
 
 
-def _kinds(unit: Ints) -> Ints:
-    """Units without the bytes of rows."""
-    found: Ints = np.where(unit >= ROWS, ROWS, np.minimum(unit, SHIFTED))
-    return found
-
-
-def _grouped_elements(blocks: Strided, phase: Ints, cast: Cast) -> Strided:
-    """Rows counted in groups of elements where both sides are aligned to whole groups."""
-    num, items = cast.num_together, cast.itemsizes
-    bits = blocks.addresses(phase) | _outer_bits(blocks)
-    fits = (bits % np.minimum(WIDEST, num * items) == 0).all(axis=0)
-    fits &= _contiguous(blocks, items) & (blocks.widths[:, -1] % num == 0)
-    unit = np.where(fits, num, 1)
-    return _rows_in(blocks, unit, unit * items)
-
-
-def _rows_in(blocks: Strided, unit: Ints, num_bytes: Ints) -> Strided:
-    """Divide rows by a unit that takes up so many bytes on each side."""
-    widths, strides = blocks.widths.copy(), blocks.strides.copy()
-    widths[:, -1] //= unit
-    strides[:, :, -1] = np.where(unit > 1, num_bytes, strides[:, :, -1])
-    return replace(blocks, widths=widths, strides=strides, unit=unit)
-
-
 def _joined(parts: list[Strided]) -> Strided:
-    """Several lists of blocks as one."""
-    num_dims = max(part.widths.shape[1] for part in parts)
-    parts = [_padded(part, num_dims) for part in parts]
+    """Several lists of blocks of as many dims as one."""
     return Strided(
         np.concatenate([part.base for part in parts], axis=1),
         np.concatenate([part.offset for part in parts], axis=1),
@@ -326,23 +291,16 @@ def _joined(parts: list[Strided]) -> Strided:
     )
 
 
-def _padded(blocks: Strided, num_dims: int) -> Strided:
-    """Blocks with at least so many dims, the new ones outermost and of width 1."""
-    new = ((0, 0), (max(num_dims - blocks.widths.shape[1], 0), 0))
-    widths = np.pad(blocks.widths, new, constant_values=1)
-    return replace(blocks, widths=widths, strides=np.pad(blocks.strides, ((0, 0), *new)))
-
-
 def _at_most_dims(blocks: Strided) -> Strided:
-    """One block per index of the outermost dims, until the rest have few enough dims."""
+    """One block per index of the outermost dims, until `NUM_DIMS` are left; or more, of width 1."""
     while blocks.widths.shape[1] > NUM_DIMS:
-        times = blocks.widths[:, 0]
-        rows = np.repeat(np.arange(len(blocks)), times)
-        index = np.arange(len(rows)) - np.repeat(np.cumsum(times) - times, times)
+        rows, index = spread(np.zeros_like(blocks.unit), blocks.widths[:, 0])
         blocks = blocks.take(rows)
         blocks = blocks.moved(index * blocks.strides[:, :, 0])
         blocks = replace(blocks, widths=blocks.widths[:, 1:], strides=blocks.strides[:, :, 1:])
-    return _padded(blocks, NUM_DIMS)
+    new = ((0, 0), (NUM_DIMS - blocks.widths.shape[1], 0))
+    widths = np.pad(blocks.widths, new, constant_values=1)
+    return replace(blocks, widths=widths, strides=np.pad(blocks.strides, ((0, 0), *new)))
 
 
 def _bounded(blocks: Strided) -> Strided:

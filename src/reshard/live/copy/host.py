@@ -14,7 +14,7 @@ import ctypes
 import errno
 import os
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,10 +32,7 @@ __all__ = [
 
 Array = np.ndarray[Any, Any]
 
-RAW = {
-    size: np.dtype(kind)
-    for size, kind in zip((1, 2, 4, 8, 16), ("u1", "u2", "u4", "u8", "c16"), strict=True)
-}
+RAW = {np.dtype(kind).itemsize: np.dtype(kind) for kind in ("u1", "u2", "u4", "u8", "c16")}
 """The numpy dtype of elements of so many bytes that are copied without a cast."""
 
 FIRST_PAGE = 4096
@@ -55,8 +52,7 @@ def array_at(
 MAX_KEPT = 4
 """Sets of base addresses for which arrays are kept: deferred eager messages of 3 calls, and 1."""
 
-MAX_ARRAYS = 1024
-"""Tables of more strided blocks keep arrays for the last base addresses only."""
+MAX_ARRAYS = 1024  # tables of more strided blocks keep arrays for the last base addresses only
 
 FEW_BLOCKS = 64
 """Up to so many blocks are copied in a loop over plain numbers, without arrays of addresses."""
@@ -78,12 +74,10 @@ class Bases(Protocol):
     """Tensors by base number."""
 
     tensors: dict[int, torch.Tensor]
-    addresses: list[int]
-    """The base addresses; the staging buffer's is last."""
+    addresses: list[int]  # the base addresses; the staging buffer's is last
 
     @property
-    def table(self) -> Ints:
-        """The base addresses as an array."""
+    def table(self) -> Ints: ...
 
     @property
     def is_host(self) -> bool:
@@ -94,25 +88,31 @@ class HostCopies:
     """Tables of copies, compiled for the host; they run for any base addresses."""
 
     def __init__(self, copies: CopyList) -> None:
-        self._parts: list[_ContiguousBlocks | _StridedBlocks] = []
+        self._contiguous: list[tuple[CopyBlocks, list[int]]] = []
+        """Blocks that are copied with memmove, and their bytes."""
+        self._strided: list[_StridedBlocks] = []
         self._blocks: list[_Block] | None = None
         tables = copies.tables()
         if sum(map(len, tables)) <= FEW_BLOCKS and all(one.cast is None for one in tables):
             self._blocks = [block for table in tables for block in _blocks(table)]
             return
         for table in tables:
-            contiguous = _contiguous(table)
-            if contiguous.any():
-                self._parts.append(_ContiguousBlocks(table.take(contiguous)))
-            if not contiguous.all():
-                self._parts.append(_StridedBlocks(table.take(~contiguous)))
+            num_bytes = _contiguous_bytes(table)
+            some = num_bytes > 0
+            if some.any():
+                self._contiguous.append((table.take(some), num_bytes[some].tolist()))
+            if not some.all():
+                self._strided.append(_StridedBlocks(table.take(~some)))
 
     def run(self, tensors: Bases, staging: int = 0, num_bytes: int = 0) -> None:
         """Copy; the staging buffer has this address and so many bytes."""
         if self._blocks is None:
             bases = tensors.table
             bases[-1] = staging
-            for part in self._parts:
+            for table, sizes in self._contiguous:
+                for arguments in zip(*_addresses(table, bases), sizes, strict=True):
+                    ctypes.memmove(*arguments)
+            for part in self._strided:
                 part.run(bases)
             return
         at, array = tensors.addresses, np.ndarray
@@ -127,8 +127,7 @@ class HostCopies:
 
 def _blocks(table: CopyBlocks) -> Iterator[_Block]:
     """Each block by itself; bytes are 0 for one that is not contiguous."""
-    size = table.itemsize
-    num_bytes = np.where(_contiguous(table), np.prod(table.widths, axis=1) * size, 0)
+    size, num_bytes = table.itemsize, _contiguous_bytes(table)
     shift = np.where(num_bytes, 0, FIRST_PAGE)
     columns = (
         *(table.destination, table.destination_offset - shift),
@@ -142,31 +141,19 @@ def _blocks(table: CopyBlocks) -> Iterator[_Block]:
         yield *places, count, shape, RAW[item], to_strides, strides
 
 
-def _contiguous(table: CopyBlocks) -> Any:
-    """Whether each block is one run of bytes on both sides."""
-    if table.cast is not None:
-        return np.zeros(len(table), dtype=bool)
+def _contiguous_bytes(table: CopyBlocks) -> Ints:
+    """The bytes of each block that is copied unchanged and is one run on both sides; else 0."""
     sides = (table.source_strides, table.destination_strides)
     source, destination = (run_lengths(table.widths, strides) for strides in sides)
-    return np.minimum(source, destination) == np.prod(table.widths, axis=1)
+    sizes = np.prod(table.widths, axis=1)
+    one_run = (table.cast is None) & (np.minimum(source, destination) == sizes)
+    return np.where(one_run, sizes * table.itemsize, 0)
 
 
 def _addresses(table: CopyBlocks, bases: Ints) -> tuple[list[int], list[int]]:
     """The addresses of all blocks, at the destination and at the source."""
     destination = bases[table.destination] + table.destination_offset
     return destination.tolist(), (bases[table.source] + table.source_offset).tolist()
-
-
-class _ContiguousBlocks:
-    """Blocks that are copied with memmove."""
-
-    def __init__(self, table: CopyBlocks) -> None:
-        self._table = table
-        self._num_bytes = (np.prod(table.widths, axis=1) * table.itemsize).tolist()
-
-    def run(self, bases: Ints) -> None:
-        for arguments in zip(*_addresses(self._table, bases), self._num_bytes, strict=True):
-            ctypes.memmove(*arguments)
 
 
 class _StridedBlocks:
@@ -192,7 +179,6 @@ class _StridedBlocks:
                 target.copy_(source)
 
     def _copies(self, bases: Ints) -> Iterator[Copy]:
-        """Both sides of every block."""
         table, cast = self._table, self._table.cast
         size = table.itemsize
         to_size = size if cast is None else np.full(len(table), ITEMSIZE[cast[1]])
@@ -215,7 +201,7 @@ class _StridedBlocks:
 PR_SET_PTRACER = 0x59616D61
 
 
-@lru_cache(maxsize=1)
+@cache
 def _libc() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
     for name in ("process_vm_readv", "process_vm_writev"):

@@ -38,8 +38,7 @@ FEW_BLOCKS = 64
 SLICE_BYTES = 1 << 18
 """Of one addend: a slice of every addend and of the sum should fit into the cache of a core."""
 
-ON_HOST = ("uint16", "uint32", "uint64", "complex32")
-"""Dtypes that torch does not add up on a GPU."""
+ON_HOST = ("uint16", "uint32", "uint64", "complex32")  # dtypes that torch does not add up on a GPU
 
 OPS = {
     "sum": np.add, "avg": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum,
@@ -69,31 +68,58 @@ class OrderedSum:
         self._addends = sorted(transfers, key=lambda transfer: transfer.addend)
         first = self._addends[0]
         self._firsts = [one for one in self._addends if one.addend == first.addend]
-        self._op, self._dtype = first.op, first.stack.have.dtype
-        self._wide, self._want = accumulator(self._dtype), first.stack.want.dtype
+        reduce, self._dtype = first.stack.have.layout.reduce, first.stack.have.dtype
+        self._op = reduce[0] if reduce else "sum"
+        self._wide, self._staging = accumulator(self._dtype), staging
         self._num_addends = 1 + self._addends[-1].addend
-        self._staging = staging
         self._blocks = self._in_same_blocks()
         self._on_host: HostCopies | None = None
         self._with_torch: TorchCopies | None = None
 
     @cached_property
-    def _parts(self) -> _Parts:
-        return _Parts(self._firsts)
+    def _parts(self) -> tuple[Ints, Ints, int]:
+        """All parts that this rank adds up, where each is in the accumulator, and its length."""
+        part = np.concatenate([one.part for one in self._firsts])
+        size = np.concatenate([one.sizes for one in self._firsts])
+        order = np.argsort(part, kind="stable")
+        ends = np.cumsum(size[order])
+        return part[order], ends - size[order], int(ends[-1])
+
+    def _places(self, transfer: Transfer) -> Ints:
+        """Where the blocks of a transfer are in the accumulator; those of a part have the same
+        order in all transfers."""
+        parts, starts, _ = self._parts
+        within = transfer.at - transfer.at[np.searchsorted(transfer.part, transfer.part)]
+        found: Ints = starts[np.searchsorted(parts, transfer.part)] + within
+        return found
+
+    def _runs(self, transfer: Transfer) -> Iterator[tuple[int, int, int]]:
+        """The runs of a packed transfer that are contiguous in the accumulator as well.
+
+        Start and end there, and the start in the transfer, in elements.
+        """
+        places = self._places(transfer)
+        ends = places + transfer.sizes
+        new = np.flatnonzero(np.append(True, places[1:] != ends[:-1]))
+        last = np.append(new[1:], len(places)) - 1
+        columns = (places[new], ends[last], transfer.at[new])
+        return zip(*(column.tolist() for column in columns), strict=True)
 
     def _in_same_blocks(self) -> list[tuple[Sequence[int], list[_Operand]]] | None:
         """Shape, destination and operands of each block, if all addends have the same blocks."""
         addends, first = self._addends, self._addends[0]
-        small = first.num_bytes < MIN_BLOCK * len(first.width) and len(first.width) > FEW_BLOCKS
-        alike = self._dtype == first.dtype == self._want and self._dtype in DIRECT
-        if small or not alike or len(addends) < 2:
+        dtype, num_blocks = self._dtype, len(first.width)
+        small = first.num_bytes < MIN_BLOCK * num_blocks and num_blocks > FEW_BLOCKS
+        cast = not dtype == first.dtype == first.stack.want.dtype
+        floored = self._op == "avg" and dtype.startswith("int")
+        same = all(
+            one.addend == number
+            and np.array_equal(one.part, first.part)
+            and np.array_equal(one.width, first.width)
+            for number, one in enumerate(addends)
+        )
+        if small or cast or floored or dtype not in DIRECT or len(addends) < 2 or not same:
             return None
-        if self._op == "avg" and self._dtype.startswith("int"):
-            return None
-        for n, one in enumerate(addends):
-            same = np.array_equal(one.part, first.part) and np.array_equal(one.width, first.width)
-            if one.addend != n or not same:
-                return None
         places = [first.destination, *(one.source for one in addends)]
         columns = [_operands(place, first.itemsize) for place in places]
         packed = _operands(first.in_message(0, self._staging), first.itemsize)
@@ -109,8 +135,10 @@ class OrderedSum:
             self._on_host = self._on_host or HostCopies(self._copies())
             self._on_host.run(tensors, total.data_ptr(), total.nbytes)
         else:
-            on_gpu = gpu is not None and self._fits_gpu
-            device = gpu if gpu is not None and on_gpu else torch.device("cpu")
+            # Whether torch adds up on a GPU as numpy does on the host.
+            ordered = self._op not in ("max", "min") or not self._dtype.startswith("complex")
+            fits = self._dtype not in ON_HOST and (self._op, self._dtype) != ("avg", "bool")
+            device = gpu if gpu is not None and ordered and fits else torch.device("cpu")
             total = self._total(tensors, arrived, device)
             self._with_torch = self._with_torch or TorchCopies(self._copies())
             self._with_torch.launch(TensorTable.of(tensors, total))
@@ -138,16 +166,17 @@ class OrderedSum:
 
     def _total(self, tensors: Bases, arrived: Arrived, device: torch.device) -> torch.Tensor:
         """The accumulator with all sums, not rounded yet."""
-        parts, wide = self._parts, getattr(torch, self._wide)
-        total = torch.empty(parts.length, dtype=wide, device=device)
+        total = torch.empty(self._parts[2], dtype=getattr(torch, self._wide), device=device)
         for one in self._addends:
             first, place = one.addend == self._addends[0].addend, arrived.get(id(one))
             if place is not None:
-                message = _received(one, place)
-                for low, high, at in parts.stretches(one):
+                if isinstance(place, int):
+                    place = torch.from_numpy(array_at(place, (one.num_bytes,), RAW[1], (1,)))
+                message = place.view(getattr(torch, one.dtype))
+                for low, high, at in self._runs(one):
                     self._add(total[low:high], message[at : at + high - low], first)
                 continue
-            rows = (parts.places(one).tolist(), one.sizes.tolist(), one.width.tolist())
+            rows = (self._places(one).tolist(), one.sizes.tolist(), one.width.tolist())
             places = _operands(one.source, 1)
             for low, count, shape, (base, offset, strides) in zip(*rows, places, strict=True):
                 tensor = tensors.tensors[base].detach()
@@ -191,26 +220,10 @@ class OrderedSum:
         """From the accumulator, in place of the staging buffer, into the destination."""
         copies, size = CopyList(), getattr(torch, self._wide).itemsize
         for one in self._firsts:
-            at = self._parts.places(one) * size
+            at = self._places(one) * size
             line = Place.in_message(one.width, at, self._staging, self._wide)
             copies.add(one.width, line, one.destination)
         return copies
-
-    @property
-    def _fits_gpu(self) -> bool:
-        """Whether torch adds up on a GPU as numpy does on the host."""
-        ordered = self._op not in ("max", "min") or not self._dtype.startswith("complex")
-        return self._dtype not in ON_HOST and ordered and (self._op, self._dtype) != ("avg", "bool")
-
-
-def _received(transfer: Transfer, place: int | torch.Tensor) -> torch.Tensor:
-    """A transfer in a message, as a tensor of one dim."""
-    if isinstance(place, torch.Tensor):
-        kind: torch.dtype = getattr(torch, transfer.dtype)
-        return place.view(kind)
-    size = transfer.itemsize
-    array = array_at(place, (transfer.num_bytes // size,), RAW[size], (size,))
-    return as_tensor(array, transfer.dtype)
 
 
 _Operand = tuple[int, int, Sequence[int]]
@@ -220,38 +233,6 @@ _Operand = tuple[int, int, Sequence[int]]
 def _operands(place: Place, size: int) -> list[_Operand]:
     columns = (place.base, place.offset, place.strides * size)
     return list(zip(*(column.tolist() for column in columns), strict=True))
-
-
-class _Parts:
-    """Where each part is in the accumulator of all parts that a rank adds up."""
-
-    def __init__(self, transfers: Sequence[Transfer]) -> None:
-        part = np.concatenate([one.part for one in transfers])
-        size = np.concatenate([one.sizes for one in transfers])
-        order = np.argsort(part, kind="stable")
-        self.parts = part[order]
-        ends = np.cumsum(size[order])
-        self.starts = ends - size[order]
-        self.length = int(ends[-1])
-
-    def places(self, transfer: Transfer) -> Ints:
-        """Where its blocks are; the blocks of a part have the same order in all transfers."""
-        first_of_part = np.searchsorted(transfer.part, transfer.part)
-        within = transfer.at - transfer.at[first_of_part]
-        found: Ints = self.starts[np.searchsorted(self.parts, transfer.part)] + within
-        return found
-
-    def stretches(self, transfer: Transfer) -> Iterator[tuple[int, int, int]]:
-        """The runs of a packed transfer that are contiguous in the accumulator as well.
-
-        Start and end there, and the start in the transfer, in elements.
-        """
-        places = self.places(transfer)
-        ends = places + transfer.sizes
-        new = np.flatnonzero(np.concatenate([[True], places[1:] != ends[:-1]]))
-        last = np.append(new[1:], len(places)) - 1
-        columns = (places[new], ends[last], transfer.at[new])
-        yield from zip(*(column.tolist() for column in columns), strict=True)
 
 
 def add_up(op: str, dtype: str, total: Array, addends: Sequence[Array]) -> int:

@@ -28,40 +28,29 @@ import numpy as np
 from reshard.dtypes import itemsize
 from reshard.errors import PlanError
 from reshard.layout.box import Interval, length_of, row_major
-from reshard.layout.columns import Ints
+from reshard.layout.columns import Ints, spread
 from reshard.layout.layout import BoxLayout, Layout
 
-__all__ = [
-    "Blocks", "CopyBlocks", "CopyList", "FindOffsets", "Place", "blocks_of", "local_offsets",
-    "packed_strides",
-]  # fmt: skip
+__all__ = ["CopyBlocks", "CopyList", "FindOffsets", "Place", "blocks_of", "local_offsets"]
+
+COMPARED = 1 << 22
+"""Comparisons with explicit boxes made at once: bounds memory when both sides have many."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Blocks:
-    """Boxes of single tensors inside their cells, in the order of the rows."""
-
-    row: Ints
-    tensor: Ints
-    """Which tensor of the stack."""
-    low: Ints
-    """Where each block starts in its cell, one column per dim."""
-    width: Ints
-
-
-def blocks_of(cell_width: Ints, num_tensors: int, start: Ints, stop: Ints) -> Blocks:
+def blocks_of(cell_width: Ints, num_tensors: int, start: Ints, stop: Ints) -> tuple[Ints, ...]:
     """Divide ranges of stacked cells into blocks; ``cell_width`` has one row per range.
 
+    Returns which range each block is of, which tensor of the stack, where it starts in its cell,
+    and its width, in the order of the ranges.
+
     >>> blocks = blocks_of(np.array([[2, 3]]), 2, np.array([4]), np.array([12]))
-    >>> blocks.tensor.tolist(), blocks.low.tolist(), blocks.width.tolist()
-    ([0, 1], [[1, 1], [0, 0]], [[1, 2], [2, 3]])
+    >>> [column.tolist() for column in blocks]
+    [[0, 0], [0, 1], [[1, 1], [0, 0]], [[1, 2], [2, 3]]]
     """
     stacked = np.insert(cell_width, 0, num_tensors, axis=1)
     row, low, width = _flat_boxes(stacked, start, stop)
-    counts = width[:, 0]
-    old = np.repeat(np.arange(len(row)), counts)
-    within = np.arange(len(old)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return Blocks(row[old], low[old, 0] + within, low[old, 1:], width[old, 1:])
+    old, tensor = spread(low[:, 0], width[:, 0])
+    return row[old], tensor, low[old, 1:], width[old, 1:]
 
 
 def _flat_boxes(shapes: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
@@ -109,7 +98,7 @@ def local_offsets(layout: Layout, shape: tuple[int, ...], rank: int) -> FindOffs
     box is found dim by dim: how many held elements of the dim precede it?
     """
     if isinstance(layout, BoxLayout):
-        return _BoxOffsets(layout, rank).find
+        return _box_offsets(layout, rank)
     intervals, ranges = layout.intervals(rank, shape)
     dims, flat = [_positions(one) for one in intervals], _positions(ranges or ())
     strides = np.array(row_major(tuple(map(length_of, intervals))), dtype=np.int64)
@@ -137,54 +126,41 @@ def _positions(intervals: Sequence[Interval]) -> Callable[[Ints], Ints]:
     return position
 
 
-class _BoxOffsets:
-    """Explicit boxes, one after the other."""
+def _box_offsets(layout: BoxLayout, rank: int) -> FindOffsets:
+    """Offsets in explicit boxes, which are stored one after the other."""
+    pieces = layout.pieces(rank, layout.shape)
+    columns = [(one.box.start, one.box.stop, one.strides) for one in pieces]
+    table = np.array(columns, np.int64).reshape(len(pieces), 3, len(layout.shape))
+    starts, stops, strides = table.transpose(1, 0, 2)
+    offsets = np.array([one.offset for one in pieces], np.int64)
 
-    CHUNK = 1 << 22
-    """Comparisons made at once, which bounds memory when both sides have many boxes."""
-
-    def __init__(self, layout: BoxLayout, rank: int) -> None:
-        pieces = layout.pieces(rank, layout.shape)
-        table = (len(pieces), len(layout.shape))
-        self.starts = np.array([p.box.start for p in pieces], np.int64).reshape(table)
-        self.stops = np.array([p.box.stop for p in pieces], np.int64).reshape(table)
-        self.strides = np.array([p.strides for p in pieces], np.int64).reshape(table)
-        self.offsets = np.array([p.offset for p in pieces], np.int64)
-
-    def find(self, low: Ints) -> tuple[Ints, Ints]:
-        step, piece = max(1, self.CHUNK // max(1, self.starts.size)), np.zeros(len(low), np.int64)
+    def find(low: Ints) -> tuple[Ints, Ints]:
+        step, piece = max(1, COMPARED // max(1, starts.size)), np.zeros(len(low), np.int64)
         for at in range(0, len(low), step):
             first = low[at : at + step, None]
-            inside = (self.starts <= first).all(axis=2) & (self.stops > first).all(axis=2)
-            piece[at : at + step] = inside.argmax(axis=1)
-        strides = self.strides[piece]
-        return self.offsets[piece] + ((low - self.starts[piece]) * strides).sum(axis=1), strides
+            piece[at : at + step] = ((starts <= first) & (first < stops)).all(axis=2).argmax(axis=1)
+        by = strides[piece]
+        return offsets[piece] + ((low - starts[piece]) * by).sum(axis=1), by
 
-
-def packed_strides(width: Ints) -> Ints:
-    """The strides of blocks that are contiguous, one row per block."""
-    strides = np.ones_like(width)
-    for dim in reversed(range(width.shape[1] - 1)):
-        strides[:, dim] = strides[:, dim + 1] * width[:, dim + 1]
-    return strides
+    return find
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Place:
     """Where blocks are: one row per block."""
 
-    base: Ints
-    """Numbers in the table of base addresses."""
-    offset: Ints
-    """Bytes from there."""
-    strides: Ints
-    """Elements from one index to the next, one column per dim."""
+    base: Ints  # numbers in the table of base addresses
+    offset: Ints  # bytes from there
+    strides: Ints  # elements from one index to the next, one column per dim
     dtype: str
 
     @classmethod
     def in_message(cls, width: Ints, at: Ints, base: int, dtype: str) -> Place:
         """Blocks that are packed one after the other; ``at`` is where each begins, in bytes."""
-        return cls(np.full(len(width), base), at, packed_strides(width), dtype)
+        strides = np.ones_like(width)
+        for dim in reversed(range(width.shape[1] - 1)):
+            strides[:, dim] = strides[:, dim + 1] * width[:, dim + 1]
+        return cls(np.full(len(width), base), at, strides, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,19 +172,14 @@ class CopyBlocks:
     Blocks of fewer dims than the others are filled up with dims of width 1.
     """
 
-    source: Ints
-    """Numbers in the table of base addresses."""
+    source: Ints  # numbers in the table of base addresses
     destination: Ints
-    source_offset: Ints
-    """Bytes from the base address."""
+    source_offset: Ints  # bytes from the base address
     destination_offset: Ints
-    widths: Ints
-    """Elements along each dim, outermost first: one row of D numbers per block."""
-    source_strides: Ints
-    """Elements from one index to the next, per dim."""
+    widths: Ints  # elements along each dim, outermost first: one row of D numbers per block
+    source_strides: Ints  # elements from one index to the next, per dim
     destination_strides: Ints
-    itemsize: Ints
-    """Bytes of one element; of the source, where elements are cast."""
+    itemsize: Ints  # bytes of one element; of the source, where elements are cast
     cast: tuple[str, str] | None = field(default=None, kw_only=True)
     """Source and destination dtype of all blocks; None if bytes are copied unchanged."""
 
@@ -226,9 +197,8 @@ class CopyBlocks:
         return len(self.source)
 
     def take(self, rows: Any) -> CopyBlocks:
-        """Some of the blocks."""
-        columns = (getattr(self, name) for name in CopyBlocks.__slots__ if name != "cast")
-        return CopyBlocks(*(column[rows] for column in columns), cast=self.cast)
+        columns = (getattr(self, name)[rows] for name in CopyBlocks.__slots__[:-1])
+        return CopyBlocks(*columns, cast=self.cast)
 
 
 class CopyList:
@@ -237,29 +207,29 @@ class CopyList:
     def __init__(self) -> None:
         self._rows: dict[tuple[str, str] | None, list[list[Ints]]] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
     def add(self, width: Ints, source: Place, destination: Place) -> None:
         """Copy blocks of this width from one place to another."""
         cast = (source.dtype, destination.dtype) if source.dtype != destination.dtype else None
-        item = np.full(len(width), itemsize(source.dtype))
-        offsets = [source.offset, destination.offset]
-        strides = [source.strides, destination.strides]
-        columns = [source.base, destination.base, *offsets, width, *strides, item]
+        both = (source, destination)
+        columns = [*(one.base for one in both), *(one.offset for one in both), width]
+        columns += [*(one.strides for one in both), np.full(len(width), itemsize(source.dtype))]
         self._rows.setdefault(cast, []).append(columns)
 
     def tables(self) -> list[CopyBlocks]:
-        """One table per change of dtype."""
-        found, fills = [], {4: 1, 5: 0, 6: 0}  # widths are filled with 1, strides with 0
+        found = []
         for cast, rows in self._rows.items():
             num_dims = max(1, *(columns[4].shape[1] for columns in rows))
-            joined = [
-                np.concatenate([_filled(part, num_dims, fills.get(n)) for part in parts])
-                for n, parts in enumerate(zip(*rows, strict=True))
-            ]
-            found.append(CopyBlocks(*joined, cast=cast))
+            columns = [list(parts) for parts in zip(*rows, strict=True)]
+            for column, value in ((4, 1), (5, 0), (6, 0)):  # widths and strides of new dims
+                columns[column] = [_padded(part, num_dims, value) for part in columns[column]]
+            found.append(CopyBlocks(*map(np.concatenate, columns), cast=cast))
         return found
 
 
-def _filled(rows: Ints, num_dims: int, value: int | None) -> Ints:
-    """Rows padded to so many dims, new ones first; without a value they have no dims."""
-    lacking = 0 if value is None else num_dims - rows.shape[1]
-    return np.pad(rows, ((0, 0), (lacking, 0)), constant_values=value or 0) if lacking else rows
+def _padded(rows: Ints, num_dims: int, value: int) -> Ints:
+    """Rows with so many dims, new ones first."""
+    lacking = num_dims - rows.shape[1]
+    return np.pad(rows, ((0, 0), (lacking, 0)), constant_values=value) if lacking else rows

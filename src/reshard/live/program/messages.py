@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from reshard.layout.columns import Ints, distinct
+from reshard.layout.columns import Ints, distinct, spread
 from reshard.live.program.blocks import CopyList
 from reshard.live.program.rounds import Transfer
 
@@ -48,28 +49,35 @@ class Policy:
     """A message of at most so many bytes is staged, whatever its blocks look like."""
     block_bytes: int = 0
     """Direct blocks must have so many bytes on average and be contiguous on both sides; 0: any."""
-    forced: bool = False
-    """Whether to read what would be cheaper to stage."""
+    forced: bool = False  # whether to read what would be cheaper to stage
 
     def mode(self, transfer: Transfer, message_bytes: int) -> Mode:
         """The mode of a transfer in a message of so many bytes, between contiguous tensors."""
         if not transfer.as_is or message_bytes <= self.eager_bytes:
             return Mode.STAGED
-        width = transfer.width
+        width, sizes = transfer.width, transfer.sizes
         if not self.block_bytes:
-            chosen = _cheapest(width, *transfer.strides, transfer.itemsize)
+            chosen = _cheapest(transfer)
             return Mode.READ if self.forced and chosen is Mode.STAGED else chosen
-        if transfer.num_bytes < self.block_bytes * len(width):
-            return Mode.STAGED
-        contiguous = (run_lengths(width, one) == transfer.sizes for one in transfer.strides)
-        return Mode.WRITE if all(bool(one.all()) for one in contiguous) else Mode.STAGED
+        large = transfer.num_bytes >= self.block_bytes * len(width)
+        contiguous = all((run_lengths(width, one) == sizes).all() for one in transfer.strides)
+        return Mode.WRITE if large and contiguous else Mode.STAGED
 
-    def message(self, peer: int, transfers: Sequence[Transfer], direct: bool) -> Message:
-        """Lay out a message; without ``direct`` all of it is staged."""
+    def message(
+        self,
+        peer: int,
+        transfers: Sequence[Transfer],
+        direct: bool,
+        allows: Callable[[Transfer, Mode], bool] = lambda transfer, mode: True,
+    ) -> Message:
+        """Lay out a message; without ``direct``, and where a mode is not allowed, it is staged."""
         total = sum(transfer.num_bytes for transfer in transfers)
-        if not direct:
-            return message_of(peer, transfers)
-        return message_of(peer, transfers, lambda one: self.mode(one, total))
+
+        def mode(transfer: Transfer) -> Mode:
+            chosen = self.mode(transfer, total)
+            return chosen if chosen is Mode.STAGED or allows(transfer, chosen) else Mode.STAGED
+
+        return message_of(peer, transfers, mode if direct else None)
 
 
 HOST = Policy(eager_bytes=7 << 19)
@@ -78,8 +86,7 @@ DIRECT = Policy(eager_bytes=-1, forced=True)
 """``transport="peer"``: whatever can go directly between tensors does, however small."""
 GLOO = Policy(block_bytes=64 << 10)
 """Measured on gloo: from this size on, packing costs more than one more message."""
-NCCL = Policy(block_bytes=512 << 10)
-"""A message of its own costs a few microseconds."""
+NCCL = Policy(block_bytes=512 << 10)  # A message of its own costs a few microseconds
 
 NS_PER_THEIR_RUN = 220
 NS_PER_OWN_RUN = 45
@@ -88,16 +95,15 @@ NS_PER_LOOPED_BLOCK = 1200
 """Measured on Linux 6.18, 4 ranks on 2 cores; only their order of magnitude matters."""
 
 
-def _cheapest(width: Ints, source: Ints, destination: Ints, itemsize: int) -> Mode:
-    """The cheapest mode between two processes of one host, for blocks with these strides.
+def _cheapest(transfer: Transfer) -> Mode:
+    """The cheapest mode between two processes of one host.
 
     The kernel spends about 220 ns per run in another process's memory and 45 ns in one's own, so
     the side with the longer runs should be the other process's. Tiny runs on both sides are better
     packed by a copy loop.
     """
-    sizes = np.prod(width, axis=1, dtype=np.int64)
-    num_bytes = int(sizes.sum()) * itemsize
-    runs = [int((sizes // run_lengths(width, one)).sum()) for one in (source, destination)]
+    width, sizes, num_bytes = transfer.width, transfer.sizes, transfer.num_bytes
+    runs = [int((sizes // run_lengths(width, one)).sum()) for one in transfer.strides]
     read = NS_PER_THEIR_RUN * runs[0] + NS_PER_OWN_RUN * runs[1] + num_bytes // 4
     write = NS_PER_THEIR_RUN * runs[1] + NS_PER_OWN_RUN * runs[0] + num_bytes // 4
     looped = NS_PER_LOOPED_BLOCK * len(width) + NS_PER_LOOPED_RUN * sum(runs)
@@ -117,8 +123,15 @@ class Message:
     writes: Sequence[Transfer]
     staged_bytes: int
     num_bytes: int
-    name: str
-    """The first tensor in it, for errors."""
+    name: str  # the first tensor in it, for errors
+    offset: int = 0  # where it begins in the sender's staging buffer; 0 on the receiver
+    awaited: bool = False  # whether the sender waits until it is read
+    copies: Any = None
+    """On the receiver, compiled copies of what is staged and is no addend; on the sender it may
+    pack."""
+    addends: Sequence[tuple[Transfer, int]] = ()
+    iovecs: IovecPlan | None = None
+    """Writes into the receiver's tensors, or reads from the sender's."""
 
     @property
     def alignment(self) -> int:
@@ -133,9 +146,8 @@ class Message:
 
     def pack(self, copies: CopyList, at: int, staging: int) -> None:
         """Add the copies that stage it at an offset of the staging buffer."""
-        for transfer, offset in self.staged:
-            place = transfer.in_message(at + offset, staging)
-            copies.add(transfer.width, transfer.source, place)
+        for one, offset in self.staged:
+            copies.add(one.width, one.source, one.in_message(at + offset, staging))
 
     def unpack(self, copies: CopyList, at: int, staging: int) -> list[tuple[Transfer, int]]:
         """Add the copies into the tensors; returns the addends, which stay, and their offsets."""
@@ -153,18 +165,14 @@ def message_of(
     peer: int, transfers: Sequence[Transfer], mode: Callable[[Transfer], Mode] | None = None
 ) -> Message:
     """Lay out a message: staged transfers follow one another; without modes all are staged."""
-    staged, at = [], 0
-    direct: dict[Mode, list[Transfer]] = {Mode.READ: [], Mode.WRITE: []}
+    by_mode: dict[Mode, list[Transfer]] = {one: [] for one in Mode}
     for transfer in transfers:
-        chosen = Mode.STAGED if mode is None else mode(transfer)
-        if chosen is Mode.STAGED:
-            staged.append((transfer, at))
-            at += transfer.num_bytes
-        else:
-            direct[chosen].append(transfer)
+        by_mode[Mode.STAGED if mode is None else mode(transfer)].append(transfer)
+    staged, reads, writes = by_mode.values()
+    ends = [0, *accumulate(transfer.num_bytes for transfer in staged)]
     total = sum(transfer.num_bytes for transfer in transfers)
-    reads, writes = direct[Mode.READ], direct[Mode.WRITE]
-    return Message(peer, staged, reads, writes, at, total, transfers[0].name)
+    placed = list(zip(staged, ends[:-1], strict=True))
+    return Message(peer, placed, reads, writes, ends[-1], total, transfers[0].name)
 
 
 GRID = 16
@@ -177,20 +185,17 @@ def on_grid(num_bytes: int) -> int:
     return -(-num_bytes // GRID) * GRID
 
 
-def lay_out(messages: Iterable[Message], at: int = 0) -> tuple[list[tuple[Message, int]], int]:
-    """Where messages begin in a staging buffer of a GPU, from an offset on; and where they end."""
+def lay_out(messages: Iterable[Message], at: int = 0) -> tuple[list[Message], int]:
+    """Messages one after the other in a staging buffer of a GPU, from an offset on; and the end."""
     found = []
     for message in messages:
-        found.append((message, at))
+        found.append(replace(message, offset=at))
         at += on_grid(message.staged_bytes)
     return found, at
 
 
-MAX_PIECES = 1024
-"""The kernel's limit of runs per side and system call (UIO_MAXIOV)."""
-
-RUN_BYTES = 16
-"""Bytes of a run in the kernel's table: its address and its length."""
+MAX_PIECES = 1024  # the kernel's limit of runs per side and system call (UIO_MAXIOV)
+RUN_BYTES = 16  # bytes of a run in the kernel's table: its address and its length
 
 MAX_BYTES = 8 << 20
 """Bytes of one system call: few enough that an abort is seen within milliseconds."""
@@ -214,8 +219,7 @@ def run_lengths(width: Ints, strides: Ints) -> Ints:
 class Runs(NamedTuple):
     """A list of runs: tensor, offset and length of each, in bytes."""
 
-    base: Ints
-    """The tensor's number in the table of base addresses."""
+    base: Ints  # the tensor's number in the table of base addresses
     offset: Ints
     length: Ints
 
@@ -238,28 +242,22 @@ def runs_of(base: Ints, offset: Ints, width: Ints, strides: Ints, itemsize: int)
     """
     run = run_lengths(width, strides)
     counts = np.prod(width, axis=1, dtype=np.int64) // run
-    block = np.repeat(np.arange(len(width)), counts)
-    left = np.arange(len(block)) - (np.cumsum(counts) - counts)[block]
-    elements = np.zeros(len(block), dtype=np.int64)
-    inside = run.copy()
+    block, left = spread(np.zeros_like(counts), counts)
+    elements, inner = np.zeros(len(block), dtype=np.int64), np.ones_like(run)
     for dim in reversed(range(width.shape[1])):
-        # The dims inside a run are not walked: their widths divide what is left of its length.
-        in_run = inside > 1
-        inside = np.where(in_run, inside // width[:, dim], inside)
-        walked = np.where(in_run, 1, width[:, dim])
-        elements += left % walked[block] * strides[block, dim]
-        left = left // walked[block]
+        inner *= width[:, dim]
+        walked = np.where(inner <= run, 1, width[:, dim])[block]  # not the dims inside a run
+        elements += left % walked * strides[block, dim]
+        left //= walked
     return Runs(base[block], offset[block] + elements * itemsize, run[block] * itemsize)
 
 
-class IovecCall:
+class IovecCall(NamedTuple):
     """The operands of one system call: runs here and runs there, of equally many bytes."""
 
-    __slots__ = ("_tables", "num_bytes", "operands")
-
-    def __init__(self, operands: tuple[int, ...], num_bytes: int, tables: object) -> None:
-        self.operands, self.num_bytes = operands, num_bytes
-        self._tables = tables  # the operands are addresses in them
+    operands: tuple[int, ...]
+    num_bytes: int
+    tables: object  # the operands are addresses in them
 
     @classmethod
     def single(cls, own: int, theirs: int, num_bytes: int) -> IovecCall:
@@ -279,13 +277,18 @@ class IovecPlan:
     def __init__(self, transfers: Sequence[Transfer], writing: bool) -> None:
         sides = []
         for own in (True, False):
-            parts = []
-            for one in transfers:
-                place = one.source if own == writing else one.destination
-                run = runs_of(place.base, place.offset, one.width, place.strides, one.itemsize)
-                parts.append(run)
+            places = [one.source if own == writing else one.destination for one in transfers]
+            parts = [
+                runs_of(at.base, at.offset, one.width, at.strides, one.itemsize)
+                for one, at in zip(transfers, places, strict=True)
+            ]
             sides.append(Runs(*map(np.concatenate, zip(*parts, strict=True))))
-        self._ends = _call_ends(*sides)
+        done = [np.cumsum(side.length) for side in sides]
+        total = done[0][-1:]
+        limits = [one[MAX_PIECES - 1 :: MAX_PIECES] for one in done]
+        limits.append(np.arange(MAX_BYTES, int(total[0]), MAX_BYTES))
+        self._ends = distinct(np.concatenate([*limits, total]))
+        """Where calls end, in bytes from the start."""
         self._sides = [side.split_at(self._ends) for side in sides]
         self._last = [
             (np.searchsorted(np.cumsum(side.length), self._ends, side="left") + 1).tolist()
@@ -308,21 +311,3 @@ class IovecPlan:
             found.append(IovecCall(operands, end - done, tables))
             first, done = (one, other), end
         return found
-
-
-def _call_ends(own: Runs, theirs: Runs) -> Ints:
-    """Where calls end, in bytes from the start, so that each is within the kernel's limits."""
-    sides = [np.cumsum(side.length) for side in (own, theirs)]
-    total = int(sides[0][-1])
-    # Where a call ends inside a run of a side, that run counts in two calls.
-    for step in (MAX_PIECES, MAX_PIECES - 2):
-        cuts = [side[step - 1 :: step] for side in sides]
-        ends = distinct(np.concatenate([np.arange(MAX_BYTES, total, MAX_BYTES), *cuts, [total]]))
-        starts = np.concatenate([[0], ends[:-1]])
-        pieces = [
-            np.searchsorted(side, ends) - np.searchsorted(side, starts, side="right") + 1
-            for side in sides
-        ]
-        if np.max(pieces) <= MAX_PIECES:
-            break
-    return ends

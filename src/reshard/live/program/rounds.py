@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -23,14 +24,12 @@ from reshard.planning.rank import Rows
 
 __all__ = ["HAVE", "WANT", "Program", "Round", "Strides", "Transfer", "as_strided"]
 
-HAVE, WANT = 0, 1
-"""The two sides of a move: source tensors and destination tensors."""
+HAVE, WANT = 0, 1  # the two sides of a move: source tensors and destination tensors
 
 MAX_KEPT_BYTES = 128 << 20
 """What a program keeps between calls; further rounds are compiled in every call."""
 
-BLOCK_BYTES = 512
-"""Approximate size of a block with everything that is compiled for it."""
+BLOCK_BYTES = 512  # approximate size of a block with everything that is compiled for it
 
 MAX_DEFERRED_BYTES = 32 << 20
 """Bytes of eager messages in all rounds of a call whose sender does not wait for their release."""
@@ -47,14 +46,10 @@ class Transfer:
     """Blocks of one stack that go from one rank to another in one round."""
 
     stack: Stack
-    hop: int
-    """0: read from source tensors; 1 or more: from destination tensors of the sender."""
-    addend: int
-    """Which addend of a pending reduction the blocks carry; -1 without a reduction."""
-    part: Ints
-    """The row of each block: a part has the same number in the transfers of all addends."""
-    stacked: Ints
-    """The tensor of the stack that each block belongs to."""
+    hop: int  # 0: read from source tensors; 1 or more: from destination tensors of the sender
+    addend: int  # which addend of a pending reduction the blocks carry; -1 without a reduction
+    part: Ints  # the row of each block: a part has the same number in the transfers of all addends
+    stacked: Ints  # the tensor of the stack that each block belongs to
     width: Ints
     source: Place
     destination: Place
@@ -63,7 +58,6 @@ class Transfer:
 
     @cached_property
     def dtype(self) -> str:
-        """The dtype that travels."""
         return self.stack.dtype_at(self.hop)
 
     @cached_property
@@ -76,12 +70,6 @@ class Transfer:
         """The first tensor in it, for errors."""
         return self.stack.names[int(self.stacked[0])][1]
 
-    @property
-    def op(self) -> str:
-        """The reduction that an addend is part of."""
-        reduce = self.stack.have.layout.reduce
-        return reduce[0] if reduce else "sum"
-
     @cached_property
     def sizes(self) -> Ints:
         """Elements of each block."""
@@ -91,12 +79,10 @@ class Transfer:
     @cached_property
     def at(self) -> Ints:
         """The number of elements of the transfer before each block."""
-        found: Ints = np.cumsum(self.sizes) - self.sizes
-        return found
+        return np.cumsum(self.sizes) - self.sizes
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes that travel."""
         return int(self.sizes.sum()) * self.itemsize
 
     @cached_property
@@ -114,28 +100,22 @@ class Round:
     """What one rank sends, receives and copies in one round."""
 
     number: int
-    copies: Sequence[Transfer]
-    """From its own tensors into its own."""
-    sends: dict[int, list[Transfer]]
-    """By peer."""
+    copies: Sequence[Transfer]  # from its own tensors into its own
+    sends: dict[int, list[Transfer]]  # by peer
     receives: dict[int, list[Transfer]]
     kept: dict[object, Any] = field(default_factory=dict)
     """What transports and sums have compiled for it."""
 
     @cached_property
-    def num_blocks(self) -> int:
-        """Blocks of all transfers."""
-        messages = [self.copies, *self.sends.values(), *self.receives.values()]
-        return sum(len(one.width) for transfers in messages for one in transfers)
+    def sides(self) -> tuple[list[Transfer], ...]:
+        """All transfers that are sent, received and copied on the rank."""
+        both = ([*chain(*side.values())] for side in (self.sends, self.receives))
+        return (*both, list(self.copies))
 
     @cached_property
-    def bytes(self) -> tuple[int, int, int]:
+    def bytes(self) -> tuple[int, ...]:
         """Bytes that are sent, received and copied on the rank."""
-        sent, received = (
-            sum(one.num_bytes for transfers in side.values() for one in transfers)
-            for side in (self.sends, self.receives)
-        )
-        return sent, received, sum(one.num_bytes for one in self.copies)
+        return tuple(sum(one.num_bytes for one in side) for side in self.sides)
 
     @cached_property
     def num_kept_bytes(self) -> int:
@@ -158,14 +138,11 @@ class Program:
         firsts = zip(self.names, (0, self.num_have), strict=True)
         numbers = [{name: n for n, name in enumerate(side, first)} for side, first in firsts]
         self._numbers = {
-            id(stack): [
-                np.array([numbers[side][names[side]] for names in stack.names], np.int64)
-                for side in (HAVE, WANT)
-            ]
+            (id(stack), side): np.array([numbers[side][one[side]] for one in stack.names], np.int64)
             for stack in plan.stacks
+            for side in (HAVE, WANT)
         }
-        self.peak_bytes = plan.schedule.peak_bytes
-        """The most that any rank stages in a round."""
+        self.peak_bytes = plan.schedule.peak_bytes  # the most that any rank stages in a round
         staged = self.num_rounds * self.peak_bytes
         fits = staged * DEFERRED_CALLS <= plan.memory
         self.defers_release = fits and staged <= MAX_DEFERRED_BYTES
@@ -181,9 +158,10 @@ class Program:
         found = self._kept.get(number)
         if found is None:
             found = self._compile(number)
-            if (self._num_blocks + found.num_blocks) * BLOCK_BYTES < MAX_KEPT_BYTES:
+            num_blocks = sum(len(one.width) for side in found.sides for one in side)
+            if (self._num_blocks + num_blocks) * BLOCK_BYTES < MAX_KEPT_BYTES:
                 found = self._kept.setdefault(number, found)
-                self._num_blocks += found.num_blocks
+                self._num_blocks += num_blocks
         return found
 
     @cached_property
@@ -222,7 +200,7 @@ class Program:
 
     def numbers_of(self, stack: Stack, side: int) -> Ints:
         """The base numbers of a stack's tensors on a side."""
-        return self._numbers[id(stack)][side]
+        return self._numbers[id(stack), side]
 
     def _compile(self, number: int) -> Round:
         copies, sends, receives = (dict[int, list[Transfer]]() for _ in range(3))
@@ -245,17 +223,17 @@ class Program:
         for peer in distinct(peers):
             mine = np.flatnonzero(peers == peer)
             cell = moved.runs.cell[row[mine]]
-            width = moved.cells.width[cell]
-            blocks = blocks_of(width, len(stack.names), start[mine], stop[mine])
-            of = cell[blocks.row]
-            lows = (moved.cells.have_low[of] + blocks.low, moved.cells.want_low[of] + blocks.low)
+            ranges = (moved.cells.width[cell], len(stack.names), start[mine], stop[mine])
+            of, stacked, low, width = blocks_of(*ranges)
+            cells = cell[of]
+            lows = (moved.cells.have_low[cells] + low, moved.cells.want_low[cells] + low)
             sides = (HAVE if moved.hop == 0 else WANT, WANT)
             (source, by), (destination, to) = (
-                self._place(stack, side, int(ranks[mine[0]]), blocks.tensor, lows[side])
+                self._place(stack, side, int(ranks[mine[0]]), stacked, lows[side])
                 for side, ranks in zip(sides, ends, strict=True)
             )
-            part = moved.part[row[mine]][blocks.row]
-            more = (part, blocks.tensor, blocks.width, source, destination, (by, to))
+            part = moved.part[row[mine]][of]
+            more = (part, stacked, width, source, destination, (by, to))
             yield int(peer), Transfer(stack, moved.hop, moved.addend, *more)
 
     def _place(
@@ -284,8 +262,7 @@ class Program:
                 mine = np.flatnonzero(base == number)
                 if len(mine):
                     offset[mine] = as_strided(offset[mine], shape, actual)
-                    flat = as_strided(strides[mine].ravel(), shape, actual)
-                    strides[mine] = flat.reshape(len(mine), -1)
+                    strides[mine] = as_strided(strides[mine], shape, actual)
         return Place(base, offset * itemsize(spec.dtype), strides, spec.dtype), plain
 
 
@@ -296,7 +273,5 @@ def as_strided(offset: Ints, shape: tuple[int, ...], strides: tuple[int, ...]) -
     """
     count = int(np.prod(shape, dtype=np.int64))
     index = np.unravel_index(offset % max(count, 1), shape) if shape else ()
-    total = np.zeros(len(offset), dtype=np.int64)
-    for at, stride in zip(index, strides, strict=True):
-        total += at * stride
-    return total
+    parts = (at * stride for at, stride in zip(index, strides, strict=True))
+    return sum(parts, np.zeros_like(offset))

@@ -14,8 +14,8 @@ it reaches. It needs these concepts and no others:
                   addresses, so it is compiled once (`Round.kept`) and runs in every call.
  6. BoundTensors  The tensors of this call, and that table.
  7. Message       The transfers to one peer in one round; a `Policy` decides which of them are
-                  staged and which are copied directly between tensors. A `CompiledMessage` is
-                  kept with its round.
+                  staged and which are copied directly between tensors. It is compiled once
+                  and kept with its round.
  8. Staging       Memory for packed messages. It counts against the plan's memory limit, so `begin`
                   returns its size.
  9. Inbox         What has arrived for this call. A transport puts a `Ready` there when a message is
@@ -43,9 +43,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from time import perf_counter
-from typing import Self
 
 import torch
 
@@ -56,12 +55,12 @@ from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.blocks import CopyList
 from reshard.live.program.messages import IovecPlan, Message
-from reshard.live.program.rounds import Program, Round, Transfer
+from reshard.live.program.rounds import Program, Round
 from reshard.live.session.mailbox import Inbox
 from reshard.show.run_report import RoundReport, RunReport
 from reshard.text import format_bytes
 
-__all__ = ["CompiledMessage", "Copies", "Exchange", "Transport", "Wait", "compile_copies"]
+__all__ = ["Copies", "Exchange", "Transport", "Wait", "compile_copies", "compile_received"]
 
 
 class Transport(ABC):
@@ -126,48 +125,27 @@ def compile_copies(copies: CopyList, tensors: Bases) -> Copies:
     return HostCopies(copies) if tensors.is_host else TorchCopies(copies)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class CompiledMessage:
-    """A message to or from one peer, compiled."""
-
-    message: Message
-    copies: Copies | None = None
-    """On the receiver, copies what is staged and is not an addend; on the sender it may pack."""
-    addends: Sequence[tuple[Transfer, int]] = ()
-    offset: int = 0
-    """Where it begins in the sender's staging buffer; 0 on the receiver."""
-    iovecs: IovecPlan | None = None
-    """Writes into the receiver's tensors, or reads from the sender's."""
-    awaited: bool = False
-    """Whether the sender waits until it is read."""
-
-    @classmethod
-    def received(cls, message: Message, bound: BoundTensors, awaited: bool = False) -> Self:
-        """Compile a message that this rank receives."""
-        copies = CopyList()
-        addends = message.unpack(copies, 0, bound.staging)
-        unpacks = len(addends) < len(message.staged)
-        unpack = compile_copies(copies, bound) if unpacks else None
-        iovecs = IovecPlan(message.reads, False) if message.reads else None
-        return cls(message, unpack, addends, 0, iovecs, awaited)
+def compile_received(message: Message, bound: BoundTensors, awaited: bool = False) -> Message:
+    """Compile a message that this rank receives."""
+    copies = CopyList()
+    addends = message.unpack(copies, 0, bound.staging)
+    unpack = compile_copies(copies, bound) if copies else None
+    iovecs = IovecPlan(message.reads, False) if message.reads else None
+    return replace(message, copies=unpack, addends=addends, iovecs=iovecs, awaited=awaited)
 
 
-NO_MESSAGES = Inbox()
-"""The inbox of a call without peers."""
+NO_MESSAGES = Inbox()  # the inbox of a call without peers
 
 
 class Exchange:
     """Runs the rounds of one call on one rank."""
 
     number = -1
-    done = 0
-    """Bytes that have been received or copied."""
+    done = 0  # bytes that have been received or copied
     _fused = False
     _gpu: torch.device | None = None
-    _part: RoundReport | None = None
-    """The report of the round, if the caller wants one."""
-    _since = 0.0
-    """When the last phase of the round ended."""
+    _part: RoundReport | None = None  # the report of the round, if the caller wants one
+    _since = 0.0  # when the last phase of the round ended
 
     def __init__(
         self,
@@ -187,7 +165,6 @@ class Exchange:
             self._gpu = self._gpu or one.gpu
 
     def run(self) -> None:
-        """Run all rounds."""
         program, bound, transports, report = self.program, self.bound, self.transports, self.report
         key = ("own", self._fused, not bound.on_devices)
         for number in range(program.num_rounds):
@@ -249,14 +226,13 @@ class Exchange:
         A transport that fuses copies makes them itself.
         """
         listed, both = CopyList(), (round_.copies, *round_.receives.values())
-        stay = () if self._fused else [one for one in round_.copies if one.addend < 0]
-        for transfer in stay:
-            listed.add(transfer.width, transfer.source, transfer.destination)
-        copies = compile_copies(listed, self.bound) if stay else None
+        for one in () if self._fused else round_.copies:
+            if one.addend < 0:
+                listed.add(one.width, one.source, one.destination)
+        copies = compile_copies(listed, self.bound) if listed else None
         addends = [one for transfers in both for one in transfers if one.addend >= 0]
-        sums = sums_of(addends, self.program.staging) if addends else []
-        round_.kept[key] = copies, sums
-        return copies, sums
+        found = round_.kept[key] = copies, sums_of(addends, self.program.staging)
+        return found
 
     def _add_up(self, round_: Round, sums: Sequence[OrderedSum], arrived: Arrived) -> int:
         """Add up, and let go of the messages; gives the bytes of the largest accumulator."""

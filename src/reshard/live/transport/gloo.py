@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
@@ -21,41 +22,31 @@ from reshard.live.program.messages import GLOO, Message
 from reshard.live.program.rounds import Program, Round
 from reshard.live.session.control import Cause, Hello, Ready
 from reshard.live.session.mailbox import decode, encode
-from reshard.live.transport.base import CompiledMessage, Transport, compile_copies
+from reshard.live.transport.base import Transport, compile_copies, compile_received
 from reshard.live.transport.gloo_group import GlooGroup, Pending, in_short
 
 __all__ = ["GlooHellos", "GlooTransport", "direct_views"]
 
-PIECE_BYTES = 32 << 20
-"""A longer block goes in pieces, so that its progress can be seen."""
+PIECE_BYTES = 32 << 20  # A longer block goes in pieces, so that its progress can be seen
 
 NO_LIMIT = timedelta(days=1)
 """How long gloo waits for a message. The watch decides when to give up: a peer may work for long.
 Connections that are cut end all waits in gloo."""
 
-END_SECONDS = 1.0
-"""Seconds that a worker may take to notice that its connection was cut."""
-
-
-def _bytes_of(tensor: torch.Tensor, offset: int, size: int) -> torch.Tensor:
-    """So many bytes of a contiguous tensor, from an offset in bytes.
-
-    torch considers a tensor of one element contiguous whatever its strides are, but views it as
-    bytes only if its last stride is 1.
-    """
-    item = tensor.element_size()
-    at = tensor.storage_offset() + offset // item
-    return tensor.detach().as_strided((size // item,), (1,), at).view(torch.uint8)
+END_SECONDS = 1.0  # seconds that a worker may take to notice that its connection was cut
 
 
 def direct_views(message: Message, bound: BoundTensors, sending: bool) -> Iterator[torch.Tensor]:
     """The memory of transfers that are not staged, block by block, as bytes."""
     for transfer in message.writes:
-        place = transfer.source if sending else transfer.destination
-        sizes = (transfer.sizes * transfer.itemsize).tolist()
-        columns = (place.base.tolist(), place.offset.tolist(), sizes)
-        for base, offset, size in zip(*columns, strict=True):
-            yield _bytes_of(bound.tensors[base], offset, size)
+        place, item = transfer.source if sending else transfer.destination, transfer.itemsize
+        rows = zip(place.base.tolist(), place.offset.tolist(), transfer.sizes.tolist(), strict=True)
+        for base, offset, size in rows:
+            tensor = bound.tensors[base].detach()
+            # torch considers a tensor of one element contiguous whatever its strides are, but views
+            # it as bytes only if its last stride is 1.
+            at = tensor.storage_offset() + offset // item
+            yield tensor.as_strided((size,), (1,), at).view(torch.uint8)
 
 
 class GlooHellos:
@@ -67,11 +58,15 @@ class GlooHellos:
         self.tag = watch.call % (1 << 20)
         self._kept: list[torch.Tensor] = []
 
-    def index(self, peer: int) -> int:
-        """The number of a rank in the group."""
-        return self.watch.connections.ranks.index(peer)
+    def send(self, peer: int, tensors: Iterable[torch.Tensor]) -> list[Pending]:
+        index = self.watch.connections.ranks.index(peer)
+        return [self.group.send(index, tensor, self.tag) for tensor in tensors]
 
-    def send(self, peers: Iterable[int], hello: Hello) -> None:
+    def receive(self, peer: int, tensors: Iterable[torch.Tensor]) -> list[Pending]:
+        index = self.watch.connections.ranks.index(peer)
+        return [self.group.receive(index, tensor, self.tag) for tensor in tensors]
+
+    def exchange(self, peers: Iterable[int], hello: Hello) -> None:
         """Send a Hello to peers and receive theirs; a peer has called when both are complete.
 
         gloo drops a message, or sends freed memory, if the send is destroyed before it is complete,
@@ -82,39 +77,38 @@ class GlooHellos:
             own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             theirs = torch.empty(len(data), dtype=torch.uint8, device="cpu")
             self._kept += [own, theirs]
-            index = self.index(peer)
-            send = self.group.send(index, own, self.tag)
-            works = [send, self.group.receive(index, theirs, self.tag)]
-            self.when_done(works, partial(self._received, peer, theirs), [peer])
+            works = self.send(peer, [own]) + self.receive(peer, [theirs])
+            self.when_done(works, [peer], partial(self._received, peer, theirs))
 
-    def _received(self, peer: int, data: torch.Tensor, error: str | None) -> None:
+    def _received(self, peer: int, data: torch.Tensor) -> None:
         message = decode(bytes(data.numpy()))
-        if error is None and isinstance(message, Hello):
+        if isinstance(message, Hello):
             self.watch.inbox.put(peer, message)
         else:
-            self.broken(peer, error or "it sent something else than a Hello")
+            self._broken(peer, "it sent something else than a Hello")
 
-    def broken(self, peer: int, error: str) -> None:
+    def _broken(self, peer: int, error: str) -> None:
         """Record that a connection failed: by itself, or because another call had to cut it."""
         if self.group.cut_because is not None:
             self.watch.cut_by = self.group.cut_because
         self.watch.broken[peer] = error
 
     def when_done(
-        self, works: Sequence[Pending], then: Callable[[str | None], None], peers: Sequence[int]
+        self, works: Sequence[Pending], peers: Sequence[int], then: Callable[[], None]
     ) -> None:
-        """Call back when messages are complete, with an error if there was one; then wake waits."""
+        """Call back when messages with peers are complete, or record why not; then wake waits."""
         watch = self.watch
 
         def wait() -> None:
-            error = None
             try:
                 for work in works:
                     work(NO_LIMIT)
                     watch.inbox.heard.update(dict.fromkeys(peers, time.monotonic()))
             except RuntimeError as failure:
-                error = in_short(failure)
-            then(error)
+                for peer in peers:
+                    self._broken(peer, in_short(failure))
+            else:
+                then()
             watch.mailbox.wake()
 
         self.worker.submit(wait)
@@ -151,18 +145,15 @@ class GlooTransport(Transport):
         """Buffers of messages that are being received, or have arrived, by peer and round."""
         self._unsent: set[int] = set()
         """Peers to which this rank's messages of the round are not sent yet."""
-        self._kept: list[torch.Tensor] = []
-        """Tensors that gloo reads until they are sent."""
-        self._buffers: list[torch.Tensor] = []
-        """Buffers of messages that are complete."""
+        self._kept: list[torch.Tensor] = []  # tensors that gloo reads until they are sent
+        self._buffers: list[torch.Tensor] = []  # buffers of messages that are complete
 
     def label(self, peer: int) -> str:
         return "network (gloo)"
 
     def send_hellos(self) -> None:
         """Send Hellos, which say whether this rank's tensors are plain memory."""
-        hello = self.watch.hello(strided=int(not self.bound.is_plain))
-        self._hellos.send(self.peers, hello)
+        self._hellos.exchange(self.peers, self.watch.hello(strided=int(not self.bound.is_plain)))
 
     def begin(self, round_: Round) -> int:
         """Begin to receive the messages of a round, then pack and send this rank's."""
@@ -171,8 +162,8 @@ class GlooTransport(Transport):
             staged += self._begin_receiving(peer, round_.number, message)
         works: list[Pending] = []
         for peer, message in self._messages(round_, True).items():
-            size = message.message.staged_bytes
-            tensors = self._pieces(message.message, True)
+            size = message.staged_bytes
+            tensors = self._pieces(message, True)
             if message.copies is not None:
                 buffer = self._group.take_buffer(size)
                 message.copies.run(self.bound, buffer.data_ptr(), size)
@@ -180,39 +171,29 @@ class GlooTransport(Transport):
                 tensors.insert(0, buffer[:size])
             self._unsent.add(peer)
             self._kept += tensors
-            index, tag = self._hellos.index(peer), self._hellos.tag
-            works += [self._group.send(index, tensor, tag) for tensor in tensors]
+            works += self._hellos.send(peer, tensors)
             staged += size
-        if works:
-            peers = sorted(self._unsent)
-            self._hellos.when_done(works, self._sent, peers)
-        return staged
 
-    def _sent(self, error: str | None) -> None:
-        if error is None:
+        def then() -> None:
             self._kept.clear()
             self._unsent = set()
-            return
-        for peer in self._unsent:
-            self._hellos.broken(peer, error)
 
-    def _begin_receiving(self, peer: int, number: int, message: CompiledMessage) -> int:
-        size = message.message.staged_bytes
+        if works:
+            self._hellos.when_done(works, sorted(self._unsent), then)
+        return staged
+
+    def _begin_receiving(self, peer: int, number: int, message: Message) -> int:
+        size = message.staged_bytes
         empty = torch.empty(0, dtype=torch.uint8, device="cpu")
         buffer = self._group.take_buffer(size) if size else empty
-        tensors = ([buffer[:size]] if size else []) + self._pieces(message.message, False)
-        index, tag = self._hellos.index(peer), self._hellos.tag
+        tensors = ([buffer[:size]] if size else []) + self._pieces(message, False)
         self._arrivals[peer, number] = buffer
-        works = [self._group.receive(index, tensor, tag) for tensor in tensors]
 
-        def then(error: str | None) -> None:
+        def then() -> None:
             tensors.clear()  # they keep the memory alive
-            if error is None:
-                self.watch.inbox.put(peer, Ready(self.watch.call, number))
-            else:
-                self._hellos.broken(peer, error)
+            self.watch.inbox.put(peer, Ready(self.watch.call, number))
 
-        self._hellos.when_done(works, then, [peer])
+        self._hellos.when_done(self._hellos.receive(peer, tensors), [peer], then)
         return size
 
     def _pieces(self, message: Message, sending: bool) -> list[torch.Tensor]:
@@ -220,7 +201,6 @@ class GlooTransport(Transport):
         return [piece for view in views for piece in torch.split(view, PIECE_BYTES)]
 
     def receive(self, round_: Round, peers: Collection[int], arrived: Arrived) -> None:
-        """Unpack messages that have arrived."""
         messages = self._messages(round_, False)
         for peer in peers:
             message, buffer = messages[peer], self._arrivals[peer, round_.number]
@@ -251,25 +231,24 @@ class GlooTransport(Transport):
         self._buffers.clear()
         self._kept.clear()
 
-    def _messages(self, round_: Round, sending: bool) -> dict[int, CompiledMessage]:
+    def _messages(self, round_: Round, sending: bool) -> dict[int, Message]:
         """The messages of a round with these peers, compiled once."""
         hellos, plain = self.watch.inbox.hellos, self.bound.is_plain
         direct = frozenset(peer for peer in self.peers if plain and not hellos[peer].strided)
         key = ("gloo", GLOO, sending, self.bound.is_host, self.peers, direct)
-        found: dict[int, CompiledMessage] | None = round_.kept.get(key)
+        found: dict[int, Message] | None = round_.kept.get(key)
         if found is None:
             side = round_.sends if sending else round_.receives
-            mine = {peer: transfers for peer, transfers in side.items() if peer in self.peers}
             found = round_.kept[key] = {
                 peer: self._compile(GLOO.message(peer, transfers, peer in direct), sending)
-                for peer, transfers in mine.items()
+                for peer, transfers in side.items()
+                if peer in self.peers
             }
         return found
 
-    def _compile(self, message: Message, sending: bool) -> CompiledMessage:
+    def _compile(self, message: Message, sending: bool) -> Message:
         if not sending:
-            return CompiledMessage.received(message, self.bound)
+            return compile_received(message, self.bound)
         copies = CopyList()
         message.pack(copies, 0, self.bound.staging)
-        pack = compile_copies(copies, self.bound) if message.staged else None
-        return CompiledMessage(message, pack)
+        return replace(message, copies=compile_copies(copies, self.bound) if copies else None)

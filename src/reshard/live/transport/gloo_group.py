@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from math import inf
 from typing import Any, cast
@@ -30,7 +30,7 @@ from reshard.live.session.control import Cause
 from reshard.live.session.rendezvous import Connections
 from reshard.live.session.store import OwnedLock, PrefixStore, Store, Task, Work, Worker, clone_of
 
-__all__ = ["UNWATCHED", "GlooGroup", "GlooGroups", "Pending", "begin_epoch", "finish_epoch"]
+__all__ = ["GlooGroup", "GlooGroups", "Pending", "await_task", "begin_epoch", "finish_epoch"]
 
 END_SECONDS = 1.0
 """Seconds that an idle worker may take to end: none may be left when the process exits."""
@@ -38,21 +38,20 @@ END_SECONDS = 1.0
 GRACE = 5.0
 """Seconds that gloo tries longer to connect than the call may: the watch should time out first."""
 
-UNUSED_TAG = 1 << 24
-"""A tag that no call uses."""
-
-MAX_KEPT = 256 << 20
-"""Bytes of message buffers that a group keeps between calls."""
-
-UNWATCHED = 0.05
-"""Seconds that a task of another thread may take before the wait for it is watched."""
-
-EPOCHS_KEPT = 64
-"""Calls whose epoch is kept in the store."""
+UNUSED_TAG = 1 << 24  # A tag that no call uses
+MAX_KEPT = 256 << 20  # bytes of message buffers that a group keeps between calls
+UNWATCHED = 0.05  # seconds that a task of another thread may take before the wait for it is watched
+EPOCHS_KEPT = 64  # calls whose epoch is kept in the store
 
 
 Pending = Callable[[timedelta], object]
 """Waits until a message is complete, at most so long; raises a RuntimeError if it fails."""
+
+
+def await_task(watch: Watch, peers: Collection[int], what: str, task: Task[Any]) -> None:
+    """Wait for a task as a call waits for these peers: lost ranks, aborts and timeouts raise."""
+    if not task.wait(UNWATCHED):
+        watch.wait(lambda: () if task.done else peers, lambda peer: what, UNWATCHED)
 
 
 def begin_epoch(watch: Watch) -> Task[tuple[int, bytes | None]]:
@@ -142,14 +141,11 @@ class GlooGroups:
         task = worker.submit(connect)
         worker.end()
         others = frozenset(connections.ranks) - {connections.rank}
-        watch.wait(
-            lambda: () if task.done else others, lambda peer: f"it to connect for {watch.what}"
-        )
+        await_task(watch, others, f"it to connect for {watch.what}", task)
         try:
             found = task.result()
         except RuntimeError as error:
-            reason = in_short(error)
-            lost = f"rank {connections.rank} cannot connect to all others ({reason})"
+            lost = f"rank {connections.rank} cannot connect to all others ({in_short(error)})"
             watch.fail(Cause("lost", lost))
         forget(watch, f"{key}/made", used)
         return found
@@ -182,23 +178,17 @@ class GlooGroup:
         self._group: Any = dist.ProcessGroupGloo(store, index, size, timedelta(seconds=timeout))
         self._index, self._size = index, size
         self._idle: list[Worker] = []
-        self._workers: set[Worker] = set()
-        """All workers that have not ended, idle or not."""
+        self._workers: set[Worker] = set()  # all workers that have not ended, idle or not
         self._closed = False
-        self.num_calls = 0
-        """Calls that use it."""
-        self.cut_because: Cause | None = None
-        """Why all connections were cut, if they were."""
+        self.num_calls = 0  # calls that use it
+        self.cut_because: Cause | None = None  # why all connections were cut, if they were
         self.lock = OwnedLock()
-        self.buffers: list[torch.Tensor] = []
-        """Message buffers that are kept for the next call."""
+        self.buffers: list[torch.Tensor] = []  # message buffers that are kept for the next call
 
     def send(self, index: int, tensor: torch.Tensor, tag: int) -> Pending:
-        """Begin to send bytes."""
         return _begin(lambda: self._group.send([tensor], index, tag))
 
     def receive(self, index: int, tensor: torch.Tensor, tag: int) -> Pending:
-        """Begin to receive bytes."""
         return _begin(lambda: self._group.recv([tensor], index, tag))
 
     def cut(self, cause: Cause) -> None:
@@ -234,7 +224,6 @@ class GlooGroup:
             self.buffers = kept
 
     def worker(self) -> Worker:
-        """A worker for one call."""
         with self.lock:
             self.num_calls += 1
             found = self._idle.pop() if self._idle else Worker()

@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,10 +35,8 @@ __all__ = [
     "Exports", "GpuMemory", "Mappings", "Published", "StagingBuffer", "Table", "has_gpu",
 ]  # fmt: skip
 
-
-class _Export(NamedTuple):
-    allocation: Allocation
-    handle: bytes
+Export = tuple[Allocation, bytes]
+"""An allocation and its handle."""
 
 
 class Exports:
@@ -46,23 +44,22 @@ class Exports:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._known: list[_Export] = []
-        """By address."""
+        self._known: list[Export] = []  # by address
         self._bases = self._ends = np.zeros(0, np.int64)
 
     def refresh(self) -> None:
         """Forget allocations that were freed."""
         number = self._driver.number
-        live = [one for one in self._known if number(one.allocation.base) == one.allocation.number]
+        live = [one for one in self._known if number(one[0].base) == one[0].number]
         if len(live) < len(self._known):
             self._keep(live)
 
     @property
     def numbers(self) -> list[int]:
         """The numbers of the allocations that have been exported and not freed."""
-        return [one.allocation.number for one in self._known]
+        return [allocation.number for allocation, _ in self._known]
 
-    def of(self, starts: Ints, ends: Ints) -> list[_Export]:
+    def of(self, starts: Ints, ends: Ints) -> list[Export]:
         """The allocations that ranges of memory are in; a `CudaError` says why one has none."""
         while True:
             rows = np.searchsorted(self._bases, starts, side="right") - 1
@@ -73,17 +70,16 @@ class Exports:
             found = self._driver.allocation(int(starts[first]))
             if ends[first] > found.base + found.num_bytes:
                 raise CudaError("the tensor is in several allocations, as expandable segments are")
-            self._keep([*self._known, _Export(found, self._driver.export(found.base))])
+            self._keep([*self._known, (found, self._driver.export(found.base))])
 
-    def _keep(self, exports: Sequence[_Export]) -> None:
-        self._known = sorted(exports, key=lambda one: one.allocation.base)
-        places = [one.allocation[:2] for one in self._known]
+    def _keep(self, exports: Sequence[Export]) -> None:
+        self._known = sorted(exports, key=lambda one: one[0].base)
+        places = [allocation[:2] for allocation, _ in self._known]
         self._bases, sizes = np.array(places, np.int64).reshape(-1, 2).T
         self._ends = self._bases + sizes
 
 
-HANDLE_WORDS = HANDLE_BYTES // 8
-EXPORT_WORDS = 3 + HANDLE_WORDS
+EXPORT_WORDS = 3 + HANDLE_BYTES // 8
 HEADER_WORDS = 4
 MAGIC = 0x7273_6770_7501
 
@@ -97,31 +93,14 @@ class Table:
     """
 
     live: Ints
-    exports: Ints
-    """One row per allocation, by their base."""
-    ranges: Ints
-    """Start and end of tensors, by base number: 2 columns."""
+    exports: Ints  # one row per allocation, by their base
+    ranges: Ints  # start and end of tensors, by base number: 2 columns
 
-    @classmethod
-    def of(cls, live: Sequence[int], exports: Sequence[_Export], ranges: Ints) -> Table:
-        """The table of this rank."""
-        rows = np.zeros((len(exports), EXPORT_WORDS), np.int64)
-        for row, (allocation, handle) in zip(rows, exports, strict=True):
-            row[:3] = allocation.number, allocation.base, allocation.num_bytes
-            row[3:] = np.frombuffer(handle, np.int64)
-        return cls(np.array(live, np.int64), rows, ranges)
-
-    @property
-    def num_bytes(self) -> int:
-        """Its size in shared memory."""
-        return 8 * (HEADER_WORDS + self.live.size + self.exports.size + self.ranges.size)
-
-    def write(self, address: int) -> None:
-        """Write it to shared memory."""
+    def words(self) -> Ints:
+        """All of it, as it is in shared memory."""
         header = np.array([MAGIC, len(self.live), len(self.exports), len(self.ranges)])
         parts = [header, self.live, self.exports.reshape(-1), self.ranges.reshape(-1)]
-        words = array_at(address, (self.num_bytes // 8,), np.dtype(np.int64), (8,))
-        np.concatenate(parts, out=words)
+        return np.concatenate(parts)
 
     @classmethod
     def read(cls, address: int, num_bytes: int, num_tensors: int) -> Table:
@@ -138,21 +117,16 @@ class Table:
         return cls(words[:first], rows, words[second:].reshape(tensors, 2))
 
 
-class _Mapped(NamedTuple):
-    handle: bytes
-    address: int
-
-
 class Mappings:
-    """Allocations of peers that this process has mapped, by peer and number."""
+    """Allocations of peers that this process has mapped."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._mapped: dict[int, dict[int, _Mapped]] = {}
+        self._mapped: dict[int, dict[int, tuple[bytes, int]]] = {}
+        """By peer and number of the allocation, its handle and its address here."""
         self._unused: list[tuple[Callable[[], bool], int]] = []
         """Mappings to close, each once no GPU work reads it any more."""
-        self.generation = 0
-        """Changes whenever something was unmapped."""
+        self.generation = 0  # changes whenever something was unmapped
 
     def update(self, peer: int, table: Table, is_idle: Callable[[], bool]) -> None:
         """Map what a peer has exported, and unmap what it has freed.
@@ -161,22 +135,21 @@ class Mappings:
         """
         mapped, live = self._mapped.setdefault(peer, {}), set(table.live.tolist())
         for number in mapped.keys() - live:
-            self._unused.append((is_idle, mapped.pop(number).address))
+            self._unused.append((is_idle, mapped.pop(number)[1]))
             self.generation += 1
         self.sweep()
         for row in table.exports:
             number, handle = int(row[0]), row[3:].tobytes()
-            known = mapped.get(number)
-            if known is not None and known.handle == handle:
+            if number in mapped and mapped[number][0] == handle:
                 continue
-            if known is not None:
-                self._unused.append((is_idle, mapped.pop(number).address))
+            if number in mapped:
+                self._unused.append((is_idle, mapped.pop(number)[1]))
             address, num_bytes = self._driver.open(handle), int(row[2])
             there = self._driver.allocation(address)
             if there.base + there.num_bytes < address + num_bytes:
                 self._driver.close(address)
                 raise ValueError(f"an allocation of {there.num_bytes} bytes instead of {num_bytes}")
-            mapped[number] = _Mapped(handle, address)
+            mapped[number] = handle, address
 
     def addresses(self, peer: int, table: Table, numbers: Ints) -> Ints:
         """Where tensors of a peer are in this process; ValueError if they are nowhere."""
@@ -186,8 +159,7 @@ class Mappings:
         outside = not len(bases) or rows.min(initial=0) < 0
         if outside or ((starts < bases[rows]) | (ends > (bases + sizes)[rows])).any():
             raise ValueError("tensors outside the memory that was exported")
-        mapped = self._mapped[peer]
-        here = [mapped[number].address for number in table.exports[:, 0].tolist()]
+        here = [self._mapped[peer][number][1] for number in table.exports[:, 0].tolist()]
         found: Ints = starts - bases[rows] + np.array(here, np.int64)[rows]
         return found
 
@@ -203,9 +175,8 @@ class Mappings:
         self._unused = waiting
 
     def drop(self, is_idle: Callable[[], bool]) -> None:
-        """Unmap everything."""
         for mapped in self._mapped.values():
-            self._unused += [(is_idle, one.address) for one in mapped.values()]
+            self._unused += [(is_idle, address) for _, address in mapped.values()]
         self._mapped.clear()
         self.generation += 1
         self.sweep()
@@ -231,21 +202,14 @@ class StagingBuffer:
         return kept
 
     def release(self) -> None:
-        """Free it."""
         self._tensor = None
 
 
-class Published(NamedTuple):
-    """A table of this rank in shared memory."""
+Published = tuple[int, SharedBuffer, bool]
+"""A table of this rank in shared memory: its version, its buffer, and whether it has no tensors but
+a buffer in which this rank packs its messages."""
 
-    version: int
-    buffer: SharedBuffer
-    packs: bool
-    """Whether it has no tensors, but a buffer in which this rank packs its messages."""
-
-
-MAX_PUBLISHED = 8
-"""Tables that are kept for the next calls."""
+MAX_PUBLISHED = 8  # tables that are kept for the next calls
 
 
 def has_gpu() -> bool:
@@ -268,8 +232,7 @@ class GpuMemory(Resource):
             raise LiveError("this machine has no CUDA driver")
         self.driver = driver
         self.exports, self.mappings = Exports(driver), Mappings(driver)
-        self.addends = StagingBuffer()
-        """Addends that this rank has read from peers."""
+        self.addends = StagingBuffer()  # addends that this rank has read from peers
         self._marks: list[Any] = []
         """Events behind the GPU work of calls; those that are complete are dropped."""
         self.packing: tuple[int, int] | None = None
@@ -278,7 +241,7 @@ class GpuMemory(Resource):
         self._version = 0
         self._device: torch.device | None = None
         self._own: Signals | None = None
-        self._peers: dict[int, Signals] = {}
+        self.peers: dict[int, Signals] = {}  # the signals of peers
         self._connections = connections
         self.may_poll = has_spare_cores(1 + len(connections.peers))
         """Whether a rank may poll for messages before it sleeps."""
@@ -294,19 +257,13 @@ class GpuMemory(Resource):
 
     @property
     def signals(self) -> Signals:
-        """The signals of this rank."""
         if self._own is None:
             self._own = Signals.create(self.driver)
         return self._own
 
-    def known_signals(self, peer: int, number: int) -> Signals | None:
-        """The signals of a peer, if the shared page with this number is mapped already."""
-        found = self._peers.get(peer)
-        return None if found is None or found.page.number != number else found
-
     def map_signals(self, peer: int, number: int) -> Signals:
         """Map the signals of a peer, on the shared page with this number; KeyError without it."""
-        found = self._peers[peer] = Signals(self._buffers[peer, number], self.driver)
+        found = self.peers[peer] = Signals(self._buffers[peer, number], self.driver)
         return found
 
     def publish(self, ranges: Ints, packs: bool) -> Published:
@@ -320,13 +277,18 @@ class GpuMemory(Resource):
         key = (ranges.tobytes(), tuple(live), packs)
         found = self._published.get(key)
         if found is None:
-            table, pool = Table.of(live, exports, ranges), self._connections.buffers
-            for oldest in drop_oldest(self._published, MAX_PUBLISHED - 1):
-                pool.give_back(oldest.buffer)
-            buffer = pool.take(table.num_bytes)
-            table.write(buffer.address)
+            rows = np.zeros((len(exports), EXPORT_WORDS), np.int64)
+            for row, (allocation, handle) in zip(rows, exports, strict=True):
+                row[:3] = allocation.number, allocation.base, allocation.num_bytes
+                row[3:] = np.frombuffer(handle, np.int64)
+            words = Table(np.array(live, np.int64), rows, ranges).words()
+            pool = self._connections.buffers
+            for _, oldest, _ in drop_oldest(self._published, MAX_PUBLISHED - 1):
+                pool.give_back(oldest)
+            buffer = pool.take(words.nbytes)
+            array_at(buffer.address, words.shape, words.dtype, words.strides)[:] = words
             self._version += 1
-            found = self._published[key] = Published(self._version, buffer, packs)
+            found = self._published[key] = self._version, buffer, packs
         return found
 
     def keeps(self, published: Published) -> bool:
@@ -367,10 +329,9 @@ class GpuMemory(Resource):
             torch.cuda.current_stream(device).wait_event(event)
 
     def release(self) -> None:
-        """Free the buffers, and unmap the memory of peers."""
         self.addends.release()
         while self._published:
-            self._connections.buffers.give_back(self._published.popitem()[1].buffer)
+            self._connections.buffers.give_back(self._published.popitem()[1][1])
         with self.using(self._device):
             self._free_packing()
             self.mappings.drop(self.is_idle)
@@ -382,9 +343,9 @@ class GpuMemory(Resource):
         if not self.is_idle():
             return
         with self.using(self._device):
-            for signals in self._peers.values():
+            for signals in self.peers.values():
                 signals.close()
             if self._own is not None:
                 self._own.close()
                 self._own.page.close()
-        self._peers, self._own = {}, None
+        self.peers, self._own = {}, None

@@ -24,10 +24,11 @@ import torch
 
 from reshard.layout.columns import Ints, distinct
 from reshard.live.copy.cuda_driver import CudaError, stream_of
-from reshard.live.copy.gpu import TensorTable
+from reshard.live.copy.gpu import TensorTable, TorchCopies
 from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import BoundTensors
-from reshard.live.program.messages import GRID
+from reshard.live.program.blocks import CopyList
+from reshard.live.program.messages import GRID, Message, lay_out, message_of
 from reshard.live.program.rounds import Program, Round
 from reshard.live.session.control import Cause, Hello, Ready, Released
 from reshard.live.session.shared_memory import DONE, REACHED, CallSignals
@@ -36,7 +37,6 @@ from reshard.live.transport.gpu_memory import GpuMemory, Published, Table
 from reshard.live.transport.gpu_pulls import (
     ENTERED,
     GpuWork,
-    PackedRound,
     PeerViews,
     Pull,
     Pulls,
@@ -50,8 +50,7 @@ __all__ = ["GpuPeerTransport"]
 POLL_SECONDS = 0.0002
 """How long to poll for messages of peers before this rank sleeps until they come."""
 
-SIGNALS_ROUND = 1 << 40
-"""The message that brings a rank's page of signals is a Ready of this round."""
+SIGNALS_ROUND = 1 << 40  # the message that brings a rank's page of signals is a Ready of this round
 
 
 class GpuPeerTransport(Transport):
@@ -61,20 +60,14 @@ class GpuPeerTransport(Transport):
     _signals: CallSignals
     """Once the call has signalled that its sources are ready; then `_entered` is set."""
     _entered = False
-    _pulls: Pulls
-    """Once the memory of peers is mapped; then `_opened` is set."""
+    _pulls: Pulls  # once the memory of peers is mapped; then `_opened` is set
     _opened = False
     _closed = False
-    _packs = False
-    """Whether this rank packs its messages."""
-    _bases: Ints
-    """The base addresses of all tensors, here and on peers."""
-    _addresses: TensorTable
-    """The same without tensors."""
-    addends: torch.Tensor | None = None
-    """The staging buffer, for addends that were read."""
-    _polled = -1
-    """The last round for which this rank polled until its messages were read."""
+    _packs = False  # whether this rank packs its messages
+    _bases: Ints  # the base addresses of all tensors, here and on peers
+    _addresses: TensorTable  # the same without tensors
+    addends: torch.Tensor | None = None  # the staging buffer, for addends that were read
+    _polled = -1  # the last round for which this rank polled until its messages were read
 
     def __init__(
         self,
@@ -90,10 +83,9 @@ class GpuPeerTransport(Transport):
         self._in_flight = in_flight
         self._memory = watch.connections.resource(GpuMemory)
         self._stream = stream_of(device)
-        self._here: dict[int, set[int]] = {}
-        """By round, the peers whose messages have come."""
-        self._read_steps: dict[int, int] = {}
-        """The last step of each peer, its reads of this rank's messages, that the stream awaits."""
+        self._here: dict[int, set[int]] = {}  # by round, the peers whose messages have come
+        self._awaited: dict[tuple[int, int], int] = {}
+        """The last step for which the stream waits, by peer and kind of signal."""
 
     def label(self, peer: int) -> str:
         return "GPU peer memory"
@@ -164,7 +156,7 @@ class GpuPeerTransport(Transport):
                 packs = True
         if packs:
             ranges[:] = 0
-            size = max(self._packed(one).num_bytes for one in self._rounds())
+            size = max(self._packed(one)[1] for one in self._rounds())
             start = memory.packing_buffer(max(size, 1))
             ranges[-1] = start, start + size
         published = memory.publish(ranges, packs)
@@ -193,24 +185,27 @@ class GpuPeerTransport(Transport):
 
     # Packing -----------------------------------------------------------------------------------
 
-    def _packed(self, round_: Round) -> PackedRound:
-        """The messages of a round as this rank packs them, kept with the round."""
+    def _packed(self, round_: Round) -> tuple[list[Message], int, TorchCopies]:
+        """The messages of a round as this rank packs them, where they end, and what packs them."""
         kept, key = round_.kept, ("gpu peer", "packed", self.peers)
         if key not in kept:
-            kept[key] = PackedRound.of(round_, self.peers, self.bound.staging)
+            mine = [one for one in round_.sends.items() if one[0] in self.peers]
+            messages, end = lay_out(message_of(*one) for one in mine)
+            copies = CopyList()
+            for message in messages:
+                message.pack(copies, message.offset, self.bound.staging)
+            kept[key] = messages, end, TorchCopies(copies)
         return kept[key]  # type: ignore[no-any-return]
 
     def _pack(self, round_: Round) -> int:
-        """Pack the messages of a round, and announce them."""
-        packed, memory = self._packed(round_), self._memory
-        if not packed.messages:
+        (messages, num_bytes, copies), memory = self._packed(round_), self._memory
+        if not messages:
             return 0
         memory.after_last_call(self.device)
-        address = memory.packing_buffer(1)
-        buffer = memory.driver.view(address, packed.num_bytes, self.device)
-        packed.copies.launch(TensorTable.of(self.bound, buffer))
-        self._announce(round_, {one.peer: at for one, at in packed.messages})
-        return packed.num_bytes
+        buffer = memory.driver.view(memory.packing_buffer(1), num_bytes, self.device)
+        copies.launch(TensorTable.of(self.bound, buffer))
+        self._announce(round_, {one.peer: one.offset for one in messages})
+        return num_bytes
 
     def _announce(self, round_: Round, offsets: Mapping[int, int]) -> None:
         """Signal that what this rank sends in a round is ready, and tell the receivers."""
@@ -232,8 +227,8 @@ class GpuPeerTransport(Transport):
         pulls = self._pulls = self._kept("pulls", make, direct)
         for peer in self.peers:
             number = hellos[peer].signals
-            signals = memory.known_signals(peer, number)
-            if signals is None:
+            signals = memory.peers.get(peer)
+            if signals is None or signals.page.number != number:
                 with self._driver_errors(f"reach the signals of rank {peer}", ValueError, KeyError):
                     signals = memory.map_signals(peer, number)
             self._signals.peers[peer] = signals
@@ -282,13 +277,10 @@ class GpuPeerTransport(Transport):
             if self._packs:
                 staged += self._pack(round_)
             else:
-                passed_on = {
-                    peer: 0
-                    for peer, transfers in round_.sends.items()
-                    if peer in self.peers and any(one.hop for one in transfers)
-                }
+                sends = ((peer, some) for peer, some in round_.sends.items() if peer in self.peers)
+                passed_on = [peer for peer, some in sends if any(one.hop for one in some)]
                 if passed_on:
-                    self._announce(round_, passed_on)
+                    self._announce(round_, dict.fromkeys(passed_on, 0))
             if not number:
                 self._pull(self._pulls.first)
                 if self._pulls.num_covered:
@@ -325,6 +317,7 @@ class GpuPeerTransport(Transport):
         stream, signals = self._stream, self._signals
         for peer, step in pull.waits.items():
             signals.peers[peer].wait(stream, REACHED, self.watch.call, step)
+            self._awaited[peer, REACHED] = max(step, self._awaited.get((peer, REACHED), 0))
         bases = self._bases
         packed = [peer for peer in pull.waits if self.watch.inbox.hellos[peer].strided]
         if packed:
@@ -352,7 +345,8 @@ class GpuPeerTransport(Transport):
             return self.bound.tensors[base]
         if base == staging and self.addends is not None:
             return self.addends
-        peer, number = self._pulls.tensor_at(base)
+        peer = max((at, peer) for peer, at in self._pulls.places.items() if at <= base)[1]
+        number = int(self._pulls.numbers[peer][base - self._pulls.places[peer]])
         start, end = self._read_table(peer, self.watch.inbox.hellos[peer]).ranges[number].tolist()
         skip = address % GRID
         size = end - start + skip - (address - int(self._bases[base]))
@@ -376,10 +370,10 @@ class GpuPeerTransport(Transport):
         with self._driver_errors("wait for other GPUs"):
             for peer in self.peers & round_.sends.keys():
                 signals.peers[peer].wait(self._stream, DONE, self.watch.call, step)
-                self._read_steps[peer] = step
+                self._awaited[peer, DONE] = step
             if round_.number == program.num_rounds - 1:
-                read = [(peer, DONE, step) for peer, step in self._read_steps.items()]
-                mark, waits = self._memory.mark(self.device), [*self._pulls.waits, *read]
+                mark = self._memory.mark(self.device)
+                waits = [(peer, kind, last) for (peer, kind), last in self._awaited.items()]
                 flags = [peer.flags for peer in self.watch.connections.peers.values()]
                 work = GpuWork(signals, mark, waits, flags)
                 late = "its GPU to come to the move of"

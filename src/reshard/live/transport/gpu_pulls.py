@@ -19,16 +19,13 @@ from reshard.errors import LiveError
 from reshard.layout.columns import Ints, distinct
 from reshard.live.copy.gpu import TorchCopies
 from reshard.live.program.blocks import CopyList, Place
-from reshard.live.program.messages import Message, lay_out, message_of, on_grid
-from reshard.live.program.rounds import Program, Round, Transfer
+from reshard.live.program.messages import message_of, on_grid
+from reshard.live.program.rounds import Program, Transfer
 from reshard.live.session.shared_memory import REACHED, AbortFlags, CallSignals
 
-__all__ = [
-    "ENTERED", "GpuWork", "PackedRound", "PeerViews", "Pull", "Pulls", "done_step", "round_step",
-]  # fmt: skip
+__all__ = ["ENTERED", "GpuWork", "PeerViews", "Pull", "Pulls", "done_step", "round_step"]
 
-ENTERED = 1
-"""The step at which a stream has reached the call, so that its source tensors are ready."""
+ENTERED = 1  # the step at which a stream has reached the call, so that its source tensors are ready
 
 
 def round_step(number: int) -> int:
@@ -45,65 +42,44 @@ class Pull:
     """What a rank copies in one go: a launch for each change of dtype."""
 
     def __init__(self, staging: int) -> None:
-        self.waits: dict[int, int] = {}
-        """The step that each peer must have reached before."""
-        self.addends: list[tuple[Transfer, int]] = []
-        """Where addends are put in the staging buffer."""
-        self.staging_bytes, self._staging, self._copies = 0, staging, CopyList()
-        self.any = False
-        """Whether there is anything to copy."""
+        self.waits: dict[int, int] = {}  # the step that each peer must have reached before
+        self.addends: list[tuple[Transfer, int]] = []  # where addends are put in the staging buffer
+        self.staging_bytes, self._staging, self.listed = 0, staging, CopyList()
 
     def add(self, transfer: Transfer, source: Place, peer: int = -1, step: int = 0) -> None:
         """Copy into the destination, or an addend into the staging buffer.
 
         What is read from a peer must be ready there: it is after this step.
         """
-        self.any, destination = True, transfer.destination
+        destination = transfer.destination
         if step:
             self.waits[peer] = max(step, self.waits.get(peer, 0))
         if transfer.addend >= 0:
             destination = transfer.in_message(self.staging_bytes, self._staging)
             self.addends.append((transfer, self.staging_bytes))
             self.staging_bytes += on_grid(transfer.num_bytes)
-        self._copies.add(transfer.width, source, destination)
+        self.listed.add(transfer.width, source, destination)
 
     @cached_property
     def copies(self) -> TorchCopies:
-        """All copies, compiled."""
-        return TorchCopies(self._copies)
+        return TorchCopies(self.listed)
 
 
 @dataclass(frozen=True, eq=False)
 class Pulls:
     """Everything that a rank copies in a call."""
 
-    first: Pull
-    """What it reads of source tensors, in all rounds."""
-    later: Mapping[int, Pull]
-    """What is left of a round, by its number."""
-    num_covered: int
-    """So many first rounds are complete after the first pull."""
+    first: Pull  # what it reads of source tensors, in all rounds
+    later: Mapping[int, Pull]  # what is left of a round, by its number
+    num_covered: int  # so many first rounds are complete after the first pull
     numbers: Mapping[int, Ints]
     """The base numbers of the tensors that are read from each peer, on that peer."""
-    places: Mapping[int, int]
-    """Where these begin in the table of base addresses."""
+    places: Mapping[int, int]  # where these begin in the table of base addresses
 
-    @property
+    @cached_property
     def staging_bytes(self) -> int:
         """The most that any round stages."""
         return max((pull.staging_bytes for pull in self.later.values()), default=0)
-
-    @cached_property
-    def waits(self) -> list[tuple[int, int, int]]:
-        """The last step that each peer must have reached before a pull: peer, REACHED, step."""
-        pulls = (self.first, *self.later.values())
-        steps = sorted((peer, step) for pull in pulls for peer, step in pull.waits.items())
-        return [(peer, REACHED, step) for peer, step in dict(steps).items()]
-
-    def tensor_at(self, base: int) -> tuple[int, int]:
-        """The peer and the number of its tensor at a base number of the table."""
-        peer = max((place, one) for one, place in self.places.items() if place <= base)[1]
-        return peer, int(self.numbers[peer][base - self.places[peer]])
 
     @classmethod
     def of(cls, program: Program, peers: Collection[int], direct: Collection[int]) -> Pulls:
@@ -134,29 +110,9 @@ class Pulls:
                     place = replace(transfer.source, base=base)
                     part = rest if transfer.hop or transfer.addend >= 0 else first
                     part.add(transfer, place, peer, step if transfer.hop else ENTERED)
-            if rest.any:
+            if rest.listed:
                 later[round_.number] = rest
         return cls(first, later, min(later, default=len(rounds)), numbers, places)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class PackedRound:
-    """The messages of a round that a rank packs, because peers cannot read its tensors."""
-
-    messages: Sequence[tuple[Message, int]]
-    """Messages, and where in the buffer each begins."""
-    copies: TorchCopies
-    num_bytes: int
-
-    @classmethod
-    def of(cls, round_: Round, peers: Collection[int], staging: int) -> PackedRound:
-        """Compile the messages to these peers."""
-        mine = [(peer, some) for peer, some in round_.sends.items() if peer in peers]
-        messages, end = lay_out(message_of(*one) for one in mine)
-        copies = CopyList()
-        for message, at in messages:
-            message.pack(copies, at, staging)
-        return cls(messages, TorchCopies(copies), end)
 
 
 class PeerViews(dict[int, torch.Tensor]):
@@ -184,7 +140,6 @@ class GpuWork:
         self.group, self._done, self._waits, self._flags = group, done, waits, flags
 
     def begun(self) -> bool:
-        """Whether this rank's GPU has reached the call."""
         return self.group.own.has_come(REACHED, self.group.call, ENTERED)
 
     def done(self) -> bool:

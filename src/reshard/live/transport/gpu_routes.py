@@ -47,10 +47,8 @@ class GpuRoutes:
 
     why_not: Mapping[Pair, str]
     """Pairs that exchange something and cannot read each other's GPU memory, and the reason."""
-    uses_nccl: bool
-    """Whether these pairs use NCCL; otherwise their data goes by way of the host."""
-    forced: str = ""
-    """The transport that was forced for all pairs."""
+    uses_nccl: bool  # whether these pairs use NCCL; otherwise their data goes by way of the host
+    forced: str = ""  # the transport that was forced for all pairs
 
     def reads(self, one: int, other: int) -> bool:
         """Whether two ranks read each other's GPU memory."""
@@ -126,11 +124,9 @@ class GpuTrials(Resource):
     def _try(self, peer: int, device: torch.device | None, theirs: Mapping[str, Any]) -> str:
         """Why this rank cannot read the GPU memory of a peer; empty if it can, or need not."""
         connections, rank = self._connections, self._connections.rank
-        if peer == rank:
-            return ""
-        if peer not in connections.peers:
+        if peer not in (rank, *connections.peers):
             return f"ranks {rank} and {peer} are on different hosts"
-        if device is None or "gpu" not in theirs:
+        if peer == rank or device is None or "gpu" not in theirs:
             return ""
         own = self._probes[device]
         for one, found in ((rank, own), (peer, theirs)):
@@ -149,7 +145,6 @@ class GpuTrials(Resource):
         return "" if right else f"rank {rank} reads something else than rank {peer} has written"
 
     def close(self) -> None:
-        """Free the probes."""
         memory = self._connections.existing(GpuMemory)
         while self._allocated and memory is not None:
             device, address = self._allocated.pop()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -23,24 +23,15 @@ from reshard.live.copy.reduce import Arrived
 from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.blocks import CopyList
-from reshard.live.program.messages import (
-    DIRECT,
-    HOST,
-    IovecCall,
-    IovecPlan,
-    Message,
-    Mode,
-    message_of,
-)
+from reshard.live.program.messages import DIRECT, HOST, IovecCall, IovecPlan, Message, Mode
 from reshard.live.program.rounds import Program, Round, Transfer
 from reshard.live.session.control import Hello, Ready, Released
 from reshard.live.session.shared_memory import SharedBuffer
-from reshard.live.transport.base import CompiledMessage, Copies, Transport, compile_copies
+from reshard.live.transport.base import Copies, Transport, compile_copies, compile_received
 
 __all__ = ["HostTransport", "PeerMemory"]
 
-MAX_KEPT = 4
-"""Compiled forms of a round, for tensors of peers that are or are not contiguous."""
+MAX_KEPT = 4  # compiled forms of a round, for tensors of peers that are or are not contiguous
 
 HEARTBEAT_EVERY = 0.02
 """Seconds of copying after which the watch is asked whether a heartbeat is due."""
@@ -112,36 +103,21 @@ class PeerMemory:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Batch:
-    """Messages of one round that this rank sends together."""
-
-    messages: Mapping[int, CompiledMessage]
-    """By peer."""
-    pack: Copies | None = None
-    """Packs all of them."""
-    unread: frozenset[int] = frozenset()
-    """Peers that may read staged messages after the call has returned."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
 class _HostRound:
     """The messages between this rank and the peers of its host in one round, compiled."""
 
-    eager: _Batch
+    later: dict[int, Message]
+    eager: dict[int, Message]
     """What goes with the Hellos: messages of the first round that need no address of the peer's
     tensors."""
-    later: _Batch
-    receives: dict[int, CompiledMessage]
-    end: int
-    """Where messages end in the shared buffer."""
-    staged: int
-    """Bytes that are staged."""
-    awaited: frozenset[int]
-    """Peers that must have read their messages before the round ends."""
-    accessed: Sequence[int]
-    """Peers whose tensors this rank reads or writes."""
-    direct: bool
-    """Whether a message is copied between tensors of two processes."""
+    packs: Sequence[Copies | None]  # what packs those that are sent later, and the eager ones
+    receives: dict[int, Message]
+    end: int  # where messages end in the shared buffer
+    staged: int  # bytes that are staged
+    awaited: frozenset[int]  # peers that must have read their messages before the round ends
+    unread: frozenset[int]  # peers that may read staged messages after the call has returned
+    accessed: Sequence[int]  # peers whose tensors this rank reads or writes
+    direct: bool  # whether a message is copied between tensors of two processes
 
 
 class HostTransport(Transport):
@@ -179,8 +155,7 @@ class HostTransport(Transport):
                 f"{sorted(self.peers - self._direct)}: allow ptrace between them, or leave out "
                 "transport="
             )
-        self._buffers: list[SharedBuffer] = []
-        """Shared buffers of this call, the one in use last."""
+        self._buffers: list[SharedBuffer] = []  # shared buffers of this call, the one in use last
         self._rounds: dict[int, _HostRound] = {}
         """Rounds that have begun, compiled with the Hellos of all peers."""
         own = b"" if bound.is_plain else bytes(at == 0 for at in bound.published)
@@ -200,13 +175,13 @@ class HostTransport(Transport):
     def send_hellos(self) -> None:
         """Send Hellos with the address of this rank's table of tensors, and eager messages."""
         bound, mailbox = self.bound, self.watch.mailbox
-        messages: Mapping[int, CompiledMessage] = {}
+        messages: Mapping[int, Message] = {}
         if self.program.num_rounds:
             first = self._compiled(self.program.round(0), ())
-            messages = first.eager.messages
+            messages = first.eager
             if first.direct:
                 bound.note_repeated()
-            self._stage(first.eager, first.end)
+            self._stage(first, 1)
         published = self._published = bound.published
         strided, at = int(not bound.is_plain), published.buffer_info()[0]
         hello = self.watch.hello(strided=strided, table_at=at)
@@ -215,7 +190,7 @@ class HostTransport(Transport):
             send = messages.get(peer)
             if send is None:
                 announced(peer, hello)
-            elif not send.message.staged_bytes:
+            elif not send.staged_bytes:
                 announced(peer, Hello(*plain, 1))
             else:
                 buffer = self._buffers[-1]
@@ -225,42 +200,43 @@ class HostTransport(Transport):
     def begin(self, round_: Round) -> int:
         """Write into tensors of peers, stage, and announce what did not go with the Hellos."""
         compiled, bound = self._round(round_), self.bound
-        sends = compiled.later.messages
+        sends = compiled.later
         if not sends:
             return compiled.staged
-        self._stage(compiled.later, compiled.end)
+        self._stage(compiled, 0)
         for peer, send in sends.items():
             if send.iovecs is not None:
                 theirs = self._memory.table(peer, bound.staging)
-                self._memory.write(peer, send.iovecs.calls(bound.table, theirs), send.message.name)
+                self._memory.write(peer, send.iovecs.calls(bound.table, theirs), send.name)
         # In a row: between copies, which empty the caches, a message costs twice as much.
         for peer, send in sends.items():
             number, fd = 0, None
-            if send.message.staged_bytes:
+            if send.staged_bytes:
                 number, fd = self._buffers[-1].number, self._buffers[-1].fd_for(peer)
             ready = Ready(self.watch.call, round_.number, number, send.offset)
             self.watch.mailbox.send(peer, ready, fd)
         return compiled.staged
 
-    def _stage(self, batch: _Batch, end: int) -> None:
-        """Pack messages into the shared buffer, in which those of the round end there."""
-        if batch.pack is None:
+    def _stage(self, compiled: _HostRound, eager: int) -> None:
+        """Pack the eager messages of a round, or the others, into the shared buffer."""
+        pack = compiled.packs[eager]
+        if pack is None:
             return
-        if self._needs_buffer or not self._buffers or self._buffers[-1].num_bytes < end:
+        if self._needs_buffer or not self._buffers or self._buffers[-1].num_bytes < compiled.end:
             self._needs_buffer = False
             rounds = self.program.num_rounds if self.program.defers_release else 1
-            size = max(end, rounds * self.program.peak_bytes)
+            size = max(compiled.end, rounds * self.program.peak_bytes)
             self._buffers.append(self._connections.buffers.take(size))
-        self._unread_by |= batch.unread
+        self._unread_by |= compiled.unread
         buffer = self._buffers[-1]
-        batch.pack.run(self.bound, buffer.address, buffer.num_bytes)
+        pack.run(self.bound, buffer.address, buffer.num_bytes)
 
     def receive(self, round_: Round, peers: Collection[int], arrived: Arrived) -> None:
         """Unpack the staged parts of messages, and read the others from the senders' tensors."""
         compiled = self._rounds[round_.number]
         for peer in peers:
             receive = compiled.receives[peer]
-            size, address = receive.message.staged_bytes, 0
+            size, address = receive.staged_bytes, 0
             if size:
                 address = self.watch.inbox.address_of(peer, round_.number, size)
             if receive.copies is not None:
@@ -270,7 +246,7 @@ class HostTransport(Transport):
             if receive.iovecs is not None:
                 theirs = self._memory.table(peer, self.bound.staging)
                 calls = receive.iovecs.calls(self.bound.table, theirs)
-                self._memory.read(peer, calls, receive.message.name)
+                self._memory.read(peer, calls, receive.name)
 
     def release(self, round_: Round, peers: Collection[int]) -> None:
         """Tell the senders that wait for it that their messages were read."""
@@ -285,7 +261,6 @@ class HostTransport(Transport):
         return [peer for peer in awaited if (peer, round_.number) not in released]
 
     def close(self, ok: bool) -> None:
-        """Give the buffers back."""
         pool = self._connections.buffers
         pool.end_call(self._buffers, self.watch.call, self._unread_by, ok)
 
@@ -323,8 +298,8 @@ class HostTransport(Transport):
         number, staging, start = round_.number, self.bound.staging, 0
         if self.program.defers_release and number:
             start = self._round(self.program.round(number - 1)).end
-        sent = self._compiled(round_, ()).eager.messages if masked and not number else None
-        batches: tuple[dict[int, CompiledMessage], ...] = ({}, {})
+        sent = self._compiled(round_, ()).eager if masked and not number else None
+        batches: tuple[dict[int, Message], ...] = ({}, {})
         lists, at = (CopyList(), CopyList()), start
         # Each rank begins with another peer: several that write to one slow each other down.
         for peer in sorted(round_.sends, key=lambda peer: (peer < self.program.rank, peer)):
@@ -335,44 +310,31 @@ class HostTransport(Transport):
                 message.pack(lists[eager], at, staging)
                 iovecs = IovecPlan(message.writes, True) if message.writes else None
                 awaited = self._is_awaited(message)
-                batches[eager][peer] = CompiledMessage(message, None, (), at, iovecs, awaited)
+                batches[eager][peer] = replace(message, offset=at, iovecs=iovecs, awaited=awaited)
                 at += message.staged_bytes
         receives = {}
         for peer in self.peers & round_.receives.keys():
             message = self._message(peer, round_.receives[peer], False, masked)
-            awaited = self._is_awaited(message)
-            receives[peer] = CompiledMessage.received(message, self.bound, awaited)
-        later, eagerly = map(self._batch, batches, lists)
-        sends = {**later.messages, **eagerly.messages}
-        waits = frozenset(peer for peer, send in sends.items() if send.awaited)
-        accessed = {peer for peer, send in sends.items() if send.message.writes}
-        accessed |= {peer for peer, one in receives.items() if one.message.reads}
-        both = [one.message for side in (sends, receives) for one in side.values()]
-        direct = any(message.reads or message.writes for message in both)
-        return _HostRound(eagerly, later, receives, at, at - start, waits, sorted(accessed), direct)
-
-    def _batch(self, messages: dict[int, CompiledMessage], copies: CopyList) -> _Batch:
-        staged = {peer: one for peer, one in messages.items() if one.message.staged}
-        pack = compile_copies(copies, self.bound) if staged else None
-        unread = frozenset(peer for peer, one in staged.items() if not one.awaited)
-        return _Batch(messages, pack, unread)
+            receives[peer] = compile_received(message, self.bound, self._is_awaited(message))
+        packs = [compile_copies(copies, self.bound) if copies else None for copies in lists]
+        sends, gets = ([*batches[0].values(), *batches[1].values()], receives.values())
+        waiting = frozenset(one.peer for one in sends if one.awaited)
+        unread = frozenset(one.peer for one in sends if one.staged) - waiting
+        accessed = {one.peer for one in sends if one.writes}
+        accessed |= {one.peer for one in gets if one.reads}
+        direct = any(one.reads or one.writes for one in (*sends, *gets))
+        more = (waiting, unread, sorted(accessed), direct)
+        return _HostRound(batches[0], batches[1], packs, receives, at, at - start, *more)
 
     def _message(
         self, peer: int, transfers: Sequence[Transfer], sending: bool, masked: bool
     ) -> Message:
-        if peer not in self._direct:
-            return message_of(peer, transfers)
-        total = sum(transfer.num_bytes for transfer in transfers)
-
-        def mode(transfer: Transfer) -> Mode:
-            chosen = self._policy.mode(transfer, total)
-            if chosen is Mode.STAGED:
-                return chosen
-            reads = chosen is Mode.READ
+        def allows(transfer: Transfer, mode: Mode) -> bool:
+            reads = mode is Mode.READ
             base = transfer.source.base if reads else transfer.destination.base
-            return chosen if self._may_touch(peer, base, masked, reads == sending) else Mode.STAGED
+            return self._may_touch(peer, base, masked, reads == sending)
 
-        return message_of(peer, transfers, mode)
+        return self._policy.message(peer, transfers, peer in self._direct, allows)
 
     def _may_touch(self, peer: int, base: Ints, masked: bool, own: bool) -> bool:
         """Whether the tensors that another process would read or write are plain memory."""

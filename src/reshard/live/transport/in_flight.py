@@ -33,8 +33,7 @@ NAME_SECONDS = 0.3
 """Seconds in which a socket may show which peer is lost, after NCCL has reported that one is."""
 
 
-TURN_PAUSE = 0.0002
-"""Seconds between two checks whether earlier calls have enqueued all their work."""
+TURN_PAUSE = 0.0002  # seconds between two checks whether earlier calls have enqueued all their work
 
 
 class Abortable(Protocol):
@@ -50,8 +49,7 @@ class Work(Protocol):
     """An exchange in flight."""
 
     @property
-    def group(self) -> Abortable:
-        """What it runs on."""
+    def group(self) -> Abortable: ...
 
     def begun(self) -> bool:
         """Whether this rank's GPU has reached it."""
@@ -66,15 +64,14 @@ class Work(Protocol):
 class InFlightCall:
     """The exchanges of one call that are in flight."""
 
+    error: LiveError | None = None
+    raised = False  # whether the error was raised to the user
+
     def __init__(self, watch: Watch, ticket: Ticket) -> None:
         self.watch, self._ticket = watch, ticket
         self._calls = watch.connections.resource(InFlight)
         self._groups: list[Abortable] = []
-        self.error: LiveError | None = None
-        self.complete = threading.Event()
-        """Set when all exchanges have ended, or one has failed."""
-        self.raised = False
-        """Whether the error was raised to the user."""
+        self.complete = threading.Event()  # set when all exchanges have ended, or one has failed
 
     def await_turn(self) -> None:
         """Wait until earlier calls of the session have enqueued all their work."""
@@ -114,18 +111,18 @@ class InFlightCall:
 
     @property
     def any(self) -> bool:
-        """Whether anything was enqueued."""
         return bool(self._groups)
 
     def close(self) -> None:
         """Complete the call once the exchanges in flight have ended; no others follow."""
-        self._calls.submit(self._complete)
 
-    def _complete(self) -> None:
-        self.watch.close()
-        if self.error is not None and not self.raised:
-            self._calls.unraised.append(self)
-        self.complete.set()
+        def complete() -> None:
+            self.watch.close()
+            if self.error is not None and not self.raised:
+                self._calls.unraised.append(self)
+            self.complete.set()
+
+        self._calls.submit(complete)
 
     def _watch(self, work: Work, peers: Collection[int], what: Callable[[int], str]) -> None:
         if self.error is not None or _is_done(work):
@@ -135,9 +132,8 @@ class InFlightCall:
             return
         try:
             try:
-                _await_begin(self.watch, work, peers)
-                missing = _MissingPeers(self.watch, work, peers, self._calls)
-                self.watch.wait(missing.of, what, FIRST_PAUSE)
+                self._await_begin(work, peers)
+                self.watch.wait(self._missing(work, peers), what, FIRST_PAUSE)
             except ReshardError as error:
                 self.watch.fail_with(error)
             except Exception as error:  # of CUDA
@@ -148,77 +144,68 @@ class InFlightCall:
             self._calls.broken = work.group, known
             self.fail(known)
 
+    def _step(self, peers: Collection[int], pause: float) -> None:
+        """Let the mailbox work, and fail if the call has failed, or one of these peers is lost."""
+        self.watch.check_lost(peers, lambda peer: "its part")
+        self.watch.check()
+        self.watch.mailbox.step(pause)
+
+    def _await_begin(self, work: Work, peers: Collection[int]) -> None:
+        """Wait until this rank's own GPU has reached the exchange: no peer is late until then."""
+        pause = FIRST_PAUSE
+        while not work.begun() and not work.group.aborted:
+            self._step(peers, pause)
+            pause = min(pause * PAUSE_GROWTH, LOOK_EVERY)
+
+    def _missing(self, work: Work, peers: Collection[int]) -> Callable[[], Collection[int]]:
+        """A function that gives the peers that an exchange may wait for; none once it is done."""
+        watch, suspects, began, asked = self.watch, peers, time.monotonic(), 0.0
+
+        def missing() -> Collection[int]:
+            nonlocal suspects, asked
+            now = time.monotonic()
+            try:
+                if work.done():
+                    return ()
+            except PeerLostError as error:
+                # A socket shows which rank is lost, if it is on this host.
+                while time.monotonic() < now + NAME_SECONDS:
+                    self._step(peers, 0.02)
+                watch.fail(Cause("lost", f"{error}: one of {sorted(peers)} is gone"))
+            except LiveError as error:
+                watch.fail(self._calls.cause_of(work.group, error, watch.connections.rank))
+            if now - began > SUSPECT_AFTER and now - asked > SUSPECT_AFTER / 2:
+                asked = now
+                silent = [peer for peer in peers if watch.waits.record_of(peer) is None]
+                suspects = silent or peers
+            late = work.late(peers)
+            if late is None:
+                return suspects
+            # Where nothing is missing, only this rank's GPU has to finish: peers may have exited.
+            here = [peer for peer in suspects if peer not in watch.mailbox.lost]
+            return late or here or suspects
+
+        return missing
+
 
 def _is_done(work: Work) -> bool:
     try:
         return work.done()
     except Exception:  # also an error of CUDA
-        return False  # `_MissingPeers` finds out why
-
-
-def _await_begin(watch: Watch, work: Work, peers: Collection[int]) -> None:
-    """Wait until this rank's own GPU has reached the exchange: no peer is late until then."""
-    pause = FIRST_PAUSE
-    while not work.begun() and not work.group.aborted:
-        watch.check_lost(peers, lambda peer: "its part")
-        watch.check()
-        watch.mailbox.step(pause)
-        pause = min(pause * PAUSE_GROWTH, LOOK_EVERY)
-
-
-class _MissingPeers:
-    """The peers that an exchange waits for."""
-
-    def __init__(self, watch: Watch, work: Work, peers: Collection[int], calls: InFlight) -> None:
-        self._watch, self._work, self._peers, self._calls = watch, work, peers, calls
-        self._began, self._asked = time.monotonic(), 0.0
-        self._suspects = peers
-
-    def of(self) -> Collection[int]:
-        """The peers that the exchange may wait for; none once it is complete."""
-        now, watch = time.monotonic(), self._watch
-        try:
-            if self._work.done():
-                return ()
-        except PeerLostError as error:
-            self._lost(error)
-        except LiveError as error:
-            watch.fail(self._calls.cause_of(self._work.group, error, watch.connections.rank))
-        if now - self._began > SUSPECT_AFTER and now - self._asked > SUSPECT_AFTER / 2:
-            self._asked = now
-            silent = [peer for peer in self._peers if watch.waits.record_of(peer) is None]
-            self._suspects = silent or self._peers
-        late = self._work.late(self._peers)
-        if late is None:
-            return self._suspects
-        # Where nothing is missing, only this rank's GPU has to finish: peers may have exited.
-        here = [peer for peer in self._suspects if peer not in watch.mailbox.lost]
-        return late or here or self._suspects
-
-    def _lost(self, error: PeerLostError) -> None:
-        """Fail because a connection broke; a socket shows which rank is lost, if on this host."""
-        end = time.monotonic() + NAME_SECONDS
-        while time.monotonic() < end:
-            self._watch.check_lost(self._peers, lambda peer: "its part")
-            self._watch.check()
-            self._watch.mailbox.step(0.02)
-        self._watch.fail(Cause("lost", f"{error}: one of {sorted(self._peers)} is gone"))
+        return False  # the wait for it finds out why
 
 
 class InFlight(Resource):
     """All exchanges in flight of one session, in the order in which they were enqueued."""
 
     def __init__(self, connections: Connections) -> None:
-        self.unraised: list[InFlightCall] = []
-        """Failed calls whose error was not raised yet."""
+        self.unraised: list[InFlightCall] = []  # failed calls whose error was not raised yet
         self.broken: tuple[Abortable, LiveError] | None = None
         """What was aborted last, and its error."""
-        self.hurry = threading.Event()
-        """Set while a thread waits for work in flight."""
+        self.hurry = threading.Event()  # set while a thread waits for work in flight
         self._worker: Worker | None = None
 
     def submit(self, action: Callable[[], None]) -> None:
-        """Give the watching thread one more task."""
         self._worker = self._worker or Worker()
         self._worker.submit(action)
 

@@ -19,7 +19,8 @@ import atexit
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,10 +40,10 @@ from reshard.live.session.rendezvous import Connections, Resource
 from reshard.live.session.store import PrefixStore, Task, clone_of
 from reshard.live.transport.base import Transport
 from reshard.live.transport.gloo import GlooHellos, direct_views
-from reshard.live.transport.gloo_group import UNWATCHED, GlooGroup, begin_epoch, finish_epoch
+from reshard.live.transport.gloo_group import GlooGroup, await_task, begin_epoch, finish_epoch
 from reshard.live.transport.gpu_memory import StagingBuffer
 from reshard.live.transport.in_flight import InFlight, InFlightCall
-from reshard.live.transport.nccl_group import NcclGroup, WaitForTask
+from reshard.live.transport.nccl_group import NcclGroup
 
 __all__ = ["NcclGroups", "NcclTransport"]
 
@@ -87,13 +88,12 @@ class NcclGroups(Resource):
             connections.ranks.index(connections.rank),
             len(connections.ranks),
             device,
-            wait=waiting_for(watch, others, "it to open NCCL"),
+            wait=partial(await_task, watch, others, "it to open NCCL"),
         )
         self._epoch = epoch
         return found
 
     def release(self) -> None:
-        """Free the staging buffer."""
         self.staging.release()
 
     def close(self) -> None:
@@ -116,31 +116,16 @@ def _close_wait(task: Task[Any]) -> None:
         raise LiveError("NCCL did not close in time")
 
 
-def waiting_for(watch: Watch, peers: frozenset[int], what: str) -> WaitForTask:
-    """A function that waits for a task as the call waits: lost ranks, aborts and timeouts raise."""
-
-    def wait(task: Task[Any]) -> None:
-        if not task.wait(UNWATCHED):
-            watch.wait(lambda: () if task.done else peers, lambda peer: what, UNWATCHED)
-
-    return wait
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class _NcclRound:
     """The messages of one rank in one round, compiled for tensors of the same strides."""
 
-    sends: Sequence[tuple[Message, int]]
-    """Messages, and where in the staging buffer each begins."""
-    receives: Sequence[tuple[Message, int]]
-    before: TorchCopies
-    """Packs messages, and copies what stays on this rank."""
-    after: TorchCopies
-    """Unpacks messages."""
-    addends: Sequence[tuple[Transfer, int]]
-    """Where addends are in the staging buffer."""
-    num_bytes: int
-    """The size of the staging buffer."""
+    sends: Sequence[Message]
+    receives: Sequence[Message]
+    before: TorchCopies  # packs messages, and copies what stays on this rank
+    after: TorchCopies  # unpacks messages
+    addends: Sequence[tuple[Transfer, int]]  # where addends are in the staging buffer
+    num_bytes: int  # the size of the staging buffer
     gathers: bool = False
     """Whether it is an all-gather of the staging buffer, in which every rank has a slot."""
 
@@ -198,7 +183,7 @@ class NcclTransport(Transport):
         for peer in self._near:
             self.watch.mailbox.send(peer, hello)
         if self._far is not None:
-            self._far.send(self.peers - self._near, hello)
+            self._far.exchange(self.peers - self._near, hello)
 
     def _open(self) -> TensorTable:
         """Get the group and the staging buffer of the call, once all peers have called."""
@@ -250,7 +235,7 @@ class NcclTransport(Transport):
         inbox = self.watch.inbox
         for peer in self.peers & round_.receives.keys():
             inbox.ready[peer, round_.number] = Ready(self.watch.call, round_.number)
-        return sum(message.staged_bytes for message, _ in (*todo.sends, *todo.receives))
+        return sum(message.staged_bytes for message in (*todo.sends, *todo.receives))
 
     def _exchange(self, round_: Round, todo: _NcclRound) -> None:
         if not todo.sends and not todo.receives:
@@ -262,7 +247,7 @@ class NcclTransport(Transport):
             return part if peer in round_.receives else f"it to take {part}"
 
         connect = f"it to connect for {self.program.round_text(round_.number)}"
-        wait, group = waiting_for(self.watch, peers, connect), self._group
+        wait, group = partial(await_task, self.watch, peers, connect), self._group
         try:
             if todo.gathers:
                 work = group.all_gather(self._staging[: todo.num_bytes], wait)
@@ -277,12 +262,12 @@ class NcclTransport(Transport):
         work.join()
 
     def _tensors_of(
-        self, messages: Sequence[tuple[Message, int]], sending: bool
+        self, messages: Sequence[Message], sending: bool
     ) -> list[tuple[int, torch.Tensor]]:
         """The memory that is sent or received into, in the same order on both ends."""
         ranks, found = self.watch.connections.ranks, []
-        for message, at in messages:
-            index = ranks.index(message.peer)
+        for message in messages:
+            index, at = ranks.index(message.peer), message.offset
             if message.staged_bytes:
                 found.append((index, self._staging[at : at + message.staged_bytes]))
             found += [(index, view) for view in direct_views(message, self.bound, sending)]
@@ -308,7 +293,6 @@ class NcclTransport(Transport):
             self._far.close(ok)
 
     def _round(self, round_: Round) -> _NcclRound:
-        """The tables of a round, kept with it."""
         key = ("nccl", self.peers, self._direct, self._copies)
         found: _NcclRound | None = round_.kept.get(key)
         if found is None:
@@ -320,21 +304,21 @@ class NcclTransport(Transport):
         slot = self._slot_bytes(round_)
         if slot:
             own, end = slot * place(self.program.rank), slot * (len(self.peers) + 1)
-            sends = [(message_of(*next(iter(round_.sends.items()))), own)]
+            sends = [replace(message_of(*next(iter(round_.sends.items()))), offset=own)]
             receives = [
-                (message_of(peer, some), slot * place(peer))
+                replace(message_of(peer, some), offset=slot * place(peer))
                 for peer, some in round_.receives.items()
             ]
         else:
             sends, at = lay_out(self._messages(round_.sends))
             receives, end = lay_out(self._messages(round_.receives), at)
         before, after = CopyList(), CopyList()
-        for message, start in sends:
-            message.pack(before, start, staging)
+        for one in sends:
+            one.pack(before, one.offset, staging)
         for transfer in round_.copies if self._copies else ():
             if transfer.addend < 0:
                 before.add(transfer.width, transfer.source, transfer.destination)
-        addends = [one for message, at in receives for one in message.unpack(after, at, staging)]
+        addends = [some for one in receives for some in one.unpack(after, one.offset, staging)]
         copies = TorchCopies(before), TorchCopies(after)
         return _NcclRound(sends, receives, *copies, addends, end, bool(slot))
 

@@ -33,8 +33,8 @@ from reshard.live.session.store import PrefixStore, Store, Task, Worker
 
 __all__ = ["NcclGroup", "NcclWork", "WaitForTask"]
 
-PeerTensor = tuple[int, torch.Tensor]
-"""A rank of the group, and the contiguous tensor that is sent to it or received from it."""
+PeerTensors = Sequence[tuple[int, torch.Tensor]]
+"""Ranks of the group, each with a contiguous tensor that is sent to it or received from it."""
 
 WaitForTask = Callable[[Task[Any]], None]
 """Waits until a task is done, or raises if it cannot be."""
@@ -76,10 +76,7 @@ class NcclGroup:
         self._do(lambda: self._backend.eager_connect_single_device(device), "open NCCL", wait)
 
     def exchange(
-        self,
-        sends: Sequence[PeerTensor],
-        receives: Sequence[PeerTensor],
-        wait: WaitForTask | None = None,
+        self, sends: PeerTensors, receives: PeerTensors, wait: WaitForTask | None = None
     ) -> NcclWork:
         """Start all messages at once; several to one rank arrive in this order."""
 
@@ -115,7 +112,7 @@ class NcclGroup:
             self._worker.end()
 
     def _start(
-        self, start: Callable[[], Any], messages: Sequence[PeerTensor], wait: WaitForTask | None
+        self, start: Callable[[], Any], messages: PeerTensors, wait: WaitForTask | None
     ) -> NcclWork:
         """Let the worker start an exchange after the work on the current stream."""
         stream = _cuda.current_stream(self.device)
@@ -162,18 +159,16 @@ class NcclWork:
     """Messages in flight. Keep it until it is done: it holds the tensors."""
 
     def __init__(
-        self, group: NcclGroup, work: Any, events: tuple[Any, Any], messages: Sequence[PeerTensor]
+        self, group: NcclGroup, work: Any, events: tuple[Any, Any], messages: PeerTensors
     ) -> None:
         self.group, self._work = group, work
         self._reached, self._arrived = events
         self._messages = messages
 
     def join(self) -> None:
-        """Let the current stream wait for the messages."""
         _join(self._work)
 
     def begun(self) -> bool:
-        """Whether this rank's GPU has reached the exchange."""
         return bool(self._reached.query())
 
     def late(self, peers: object) -> None:
