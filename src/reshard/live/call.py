@@ -250,19 +250,13 @@ class Call:
             transport.send_hellos()
         hellos = watch.inbox.hellos
         peers = [peer for transport in self._transports for peer in transport.peers]
+        watch.wait(
+            lambda: [peer for peer in peers if peer not in hellos],
+            lambda peer: f"it to begin the move of {program.first_name(peer)}",
+        )
         expected = (watch.digest, watch.grad, watch.tag_code)
-
-        def missing() -> list[int]:
-            left = []
-            for peer in peers:
-                hello = hellos.get(peer)
-                if hello is None:
-                    left.append(peer)
-                elif hello[1:4] != expected:
-                    check_hellos(watch, lambda: self._signature(bound))
-            return left
-
-        watch.wait(missing, lambda peer: f"it to begin the move of {program.first_name(peer)}")
+        if any(hellos[peer][1:4] != expected for peer in peers):
+            check_hellos(watch, partial(self._signature, bound))
         watch.finish_handshake()
 
     def _after_round(

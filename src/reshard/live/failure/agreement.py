@@ -26,7 +26,7 @@ from reshard.live.session.control import (
 )
 from reshard.live.session.store import Store, poll_until
 from reshard.planning.plans import Plan
-from reshard.text import format_bytes
+from reshard.text import and_more, format_bytes
 
 __all__ = [
     "GRAD_CODES", "Signature", "barrier", "check_comparison", "check_hellos", "compare", "forget",
@@ -290,6 +290,5 @@ def ranks_by_text(
     for rank in sorted(texts):
         ranks_of.setdefault(texts[rank], []).append(rank)
     groups = sorted(ranks_of.items(), key=lambda item: -len(item[1]))
-    parts = [f"{ranks_with(ranks, *verbs)} {text}" for text, ranks in groups[:most]]
-    more = len(groups) - len(parts)
-    return ", ".join(parts) + (f" and {more} more values" if more else "")
+    parts = [f"{ranks_with(ranks, *verbs)} {text}" for text, ranks in groups]
+    return and_more(parts, most or len(parts), "values")
