@@ -28,7 +28,6 @@ from reshard.live.session.session import (
     Ticket,
     all_connections,
     is_inherited,
-    leave_in_child,
     open_tickets,
     session_of,
     sessions,
@@ -189,8 +188,7 @@ def _serve() -> None:
             try:
                 abandoned = _abandoned.get(timeout=LOOK_EVERY)
             except queue.Empty:
-                if open_tickets:
-                    _abandon_left()
+                _abandon_left()
                 continue
             if abandoned is None:
                 return
@@ -224,9 +222,4 @@ def _leave_at_exit() -> None:
         connections.end_threads()
 
 
-def _leave_in_child() -> None:
-    _thread.clear()
-    leave_in_child()
-
-
-os.register_at_fork(after_in_child=_leave_in_child)
+os.register_at_fork(after_in_child=_thread.clear)

@@ -23,6 +23,7 @@ from reshard.layout.columns import Ints
 from reshard.live.inputs.memory import are_huge_pages_on_request, collapse
 from reshard.live.program.rounds import HAVE, WANT
 from reshard.planning.plans import Plan
+from reshard.text import and_more
 
 __all__ = [
     "GPU", "BoundTensors", "LocalSpec", "Locals", "Side", "Tensors", "all_on_gpus", "device_of",
@@ -173,10 +174,9 @@ class BoundTensors:
         if side.accepted is not None and side.accepted.bind(self, given):
             return
         if not given.keys() <= side.planned.keys():
-            unknown = [name for name in given if name not in side.planned]
-            more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+            unknown = [f'"{name}"' for name in given if name not in side.planned]
             raise TensorError(
-                f'rank {side.rank} was given "{unknown[0]}"{more} {side.role}, which the plan does '
+                f"rank {side.rank} was given {and_more(unknown)} {side.role}, which the plan does "
                 "not have: give only what was planned"
             )
         may_recur = len(given) == len(side.specs) and hasattr(guards, "TensorGuards")

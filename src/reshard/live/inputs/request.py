@@ -97,12 +97,9 @@ def options_from(given: Mapping[str, Any], device: torch.device | str | None = N
             near = get_close_matches(name, _NAMES, 1)
             hint = f"did you mean {near[0]}=?" if near else f"it takes {', '.join(_NAMES)}"
             raise LiveError(f"a move has no option {name}=: {hint}")
-    options = dict(given)
-    if device is not None:
-        options["device"] = device
-    if variable is not None:
-        options.setdefault("transport", os.fsdecode(variable))
-    return Options(**options)
+    default = {} if variable is None else {"transport": os.fsdecode(variable)}
+    where = {} if device is None else {"device": device}
+    return Options(**{**default, **given, **where})
 
 
 def bind(

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from reshard import errors
 from reshard.errors import LiveError, ReshardError
 from reshard.layout.mesh import format_ranks
+from reshard.text import shorten
 
 __all__ = [
     "MAX_CHARACTERS", "MAX_RANKS", "Abort", "Alive", "CallAheadError", "Calls", "Cause", "Control",
@@ -131,9 +132,7 @@ class Cause:
 
     def to_json(self) -> str:
         """The cause as it is posted and sent, bounded in size."""
-        text = self.text
-        if len(text) > MAX_CHARACTERS:
-            text = text[: MAX_CHARACTERS - 3] + "..."
+        text = shorten(self.text, MAX_CHARACTERS)
         data: dict[str, Any] = {"kind": self.kind, "text": text, "tag": self.tag}
         if 0 < sum(len(ranks) for ranks, _ in self.calls) <= MAX_RANKS:
             data["calls"] = self.calls

@@ -75,15 +75,13 @@ class Listener:
         self._listener = socket.socket(*UNIX)
         self._listener.bind("\0" + self.name)
         self._listener.listen(1024)
-        self._probe = ctypes.c_uint64(secrets.randbits(64))
+        self._probe = probe = ctypes.c_uint64(secrets.randbits(64))
+        where = [ctypes.addressof(probe), probe.value]
+        self.announced: dict[str, Any] = {"socket": self.name, "probe": where}
+        """What other ranks of the host need to know to connect."""
         self._watched: dict[int, socket.socket] = {}
         self._sockets: dict[int, socket.socket] = {}
         """Connections that are being made; `close` closes those that failed."""
-
-    @property
-    def announced(self) -> dict[str, Any]:
-        """What other ranks of the host need to know to connect."""
-        return {"socket": self.name, "probe": [ctypes.addressof(self._probe), self._probe.value]}
 
     def connect_all(
         self,

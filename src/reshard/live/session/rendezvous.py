@@ -48,6 +48,7 @@ from reshard.live.session.store import (
     poll_until,
 )
 from reshard.live.session.wait_graph import Member, WaitGraph
+from reshard.text import first_line
 
 __all__ = ["CONNECTED", "Connections", "Rendezvous", "Resource", "decide"]
 
@@ -100,18 +101,15 @@ class Connections:
     def __post_init__(self) -> None:
         sockets = {rank: peer.socket for rank, peer in self.peers.items()}
         self.mailbox = Mailbox(sockets, self.first_call)
-        leader, lost = self.leader, self.mailbox.lost
+        self.leader = leader = self.ranks[0]
+        """The rank that serves the store."""
+        lost = self.mailbox.lost
         self.client.has_ended = lambda: leader in lost
         self.buffers = BufferPool(self._retire, self.mailbox.has_read)
         self.direct = frozenset(rank for rank, peer in self.peers.items() if peer.direct)
         """The peers that read and write this rank's memory, and it theirs."""
         self.spans_hosts = len(set(self.hosts.values())) > 1
         self._resources: dict[object, Resource] = {}
-
-    @property
-    def leader(self) -> int:
-        """The rank that serves the store."""
-        return self.ranks[0]
 
     def resource(self, make: Callable[[Connections], R]) -> R:
         """A transport's resource for this session, made at its first use."""
@@ -179,6 +177,7 @@ class Rendezvous:
         """This rank's connections; whether all ranks are connected is decided in the store."""
         self.skipped: Calls = ()
         """Calls that fail together with this one, because ranks wait in different sessions."""
+        self._key = partial(session.key, number)
         self._own_store: TCPStore | None = None
         self._client: StoreClient | None = None
         self._waits: WaitGraph | None = None
@@ -268,11 +267,10 @@ class Rendezvous:
                         self._check_outcome()
                     if not task.done:
                         errors.append(f"{host} port {port}: no answer within {self.timeout:g} s")
-                        continue
-                    try:
+                    elif isinstance(task.error, OSError | RuntimeError):
+                        errors.append(f"{host} port {port}: {first_line(task.error)}")
+                    else:
                         return task.result()
-                    except (OSError, RuntimeError) as error:
-                        errors.append(f"{host} port {port}: {str(error).splitlines()[0]}")
                 self._check_outcome()
                 if time.monotonic() > end:
                     raise PeerLostError(
@@ -290,9 +288,6 @@ class Rendezvous:
         if self.rank == self.leader:
             self._own_store, about["store"] = serve_store()
         self.store.set(self._key(f"member/{self.rank}"), json.dumps(about))
-
-    def _key(self, what: str) -> str:
-        return self.session.key(self.number, what)
 
     def _await_all(self) -> dict[int, dict[str, Any]]:
         """Wait for the announcements of all ranks; a rank of this host that exits is noticed."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +28,7 @@ from reshard.live.session.wait_graph import Member
 from reshard.text import count, log
 
 __all__ = [
-    "Key", "Session", "Ticket", "all_connections", "is_inherited", "leave_in_child", "open_tickets",
+    "Key", "Session", "Ticket", "all_connections", "is_inherited", "open_tickets",
     "session_of", "sessions",
 ]  # fmt: skip
 
@@ -261,7 +262,7 @@ def is_inherited(group: dist.ProcessGroup) -> bool:
     return group in _inherited
 
 
-def leave_in_child() -> None:
+def _leave_in_child() -> None:
     """In a forked process: close the sockets, so that peers notice when the parent ends.
 
     Calls raise here. On connections that two processes share, their messages would be mixed up.
@@ -276,6 +277,9 @@ def leave_in_child() -> None:
         _inherited.setdefault(group, []).extend(of_group.values())
         of_group.clear()
     open_tickets.clear()
+
+
+os.register_at_fork(after_in_child=_leave_in_child)
 
 
 def session_of(group: dist.ProcessGroup, ranks: Sequence[int]) -> Session:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, Work
 
 from reshard.errors import MoveTimeoutError, PeerLostError
+from reshard.text import first_line
 
 __all__ = [
     "END_SECONDS", "REQUEST_SECONDS", "GroupStore", "OwnedLock", "PrefixStore", "Store",
@@ -238,13 +239,13 @@ class StoreClient:
             if not self.is_stuck:
                 self._stuck = task
             raise self._silent(limit)
-        try:
-            return task.result()
-        except RuntimeError as error:
-            reason = f"is gone ({str(error).splitlines()[0]})"
+        error = task.error  # not raised here: its traceback would keep this frame alive
+        if isinstance(error, RuntimeError):
+            reason = f"is gone ({first_line(error)})"
             if isinstance(error, dist.DistNetworkError):
                 self._end = reason
             raise self._lost(reason) from None
+        return task.result()
 
     def check(self, keys: list[str]) -> bool:
         return self.request(lambda store: store.check(keys))
