@@ -73,13 +73,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator["Pool"]:
-    """Eight gloo ranks, started by the first test that runs something on them."""
+def session_pool() -> Iterator["Pool"]:
     from tests.ranks.pool import Pool  # imports torch, which many tests do without
 
     ranks = Pool(size=8)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture
+def pool(session_pool: "Pool") -> "Pool":
+    """Eight gloo ranks, started by the first test that runs something on them."""
+    session_pool.renew()
+    return session_pool
 
 
 class RanksOnOneWorker(LoadScopeScheduling):

@@ -34,6 +34,8 @@ _ended_threads: list[str] = []
 """Stacks of threads that have ended with an exception since the function began."""
 _stores: list[dist.TCPStore] = []
 _groups: dict[int, Any] = {}
+NAMES_PER_JOB = 1000
+"""More groups than one function makes."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,16 @@ def pool_group(size: int) -> Any:
     this is torch's `GroupMember.NON_GROUP_MEMBER`.
     """
     return _groups[size]
+
+
+def _begin_job(number: int) -> None:
+    """Give the groups that this function makes the same names on all its ranks.
+
+    torch names a group by how many this rank has made. That differs between ranks that took part in
+    different functions, and then they would wait for each other for ever.
+    """
+    if dist.is_initialized():
+        distributed_c10d._world.group_count = number * NAMES_PER_JOB
 
 
 _made: Counter[tuple[int, ...]] = Counter()
@@ -135,7 +147,8 @@ def _interruptible(rank: int, task: bytes) -> Any:
     _ended_threads.clear()
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        function, args = pickle.loads(task)
+        function, args, number = pickle.loads(task)
+        _begin_job(number)
         value = function(rank, *args)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks.outcome import Died, HangError, Raised, RankError, Returned
-from tests.ranks.pool import Pool, fresh_ranks
+from tests.ranks.pool import MAX_THREADS, Pool, fresh_ranks
 from tests.ranks.rank import pool_group, tell
 from tests.ranks.worker import Worker, start_fork_server
 
@@ -74,6 +74,17 @@ def exit_on_rank_3(rank: int) -> None:
 
 def crash(rank: int) -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def make_group(rank: int, ranks: list[int]) -> None:
+    group = dist.new_group(ranks)
+    if rank in ranks:
+        dist.all_reduce(torch.ones(1), group=group)
+
+
+def num_own_threads(rank: int) -> int:
+    del rank
+    return len(list(Path("/proc/self/task").iterdir()))
 
 
 def warn(rank: int) -> None:
@@ -250,6 +261,26 @@ def test_a_stopped_rank_can_go_on() -> None:
         assert job.results(10) == [1, 1]
 
 
+def test_ranks_that_took_part_in_different_functions_make_a_group(pool: Pool) -> None:
+    for _ in range(3):
+        pool.run(make_group, [0, 1], ranks=[0, 1])
+    pool.run(make_group, list(range(8)), timeout=20)
+
+
+def test_ranks_with_many_threads_are_replaced_before_the_next_test() -> None:
+    pool = Pool(2)
+    try:
+        pids = pool.run(pid_of)
+        pool.renew()
+        assert pool.run(pid_of) == pids
+        while max(pool.run(num_own_threads)) <= MAX_THREADS:
+            pool.run(make_group, [0, 1])
+        pool.renew()
+        assert not set(pool.run(pid_of)) & set(pids)
+    finally:
+        pool.close()
+
+
 def test_silence_is_told() -> None:
     with fresh_ranks(1, init=False) as ranks:
         job = ranks.begin(pid_of)
@@ -271,7 +302,7 @@ def test_ranks_end_when_the_parent_is_gone() -> None:
     worker = Worker(0)
     try:
         worker.wait_until_ready()
-        worker.send(sleep_long, ())
+        worker.send(sleep_long, (), 1)
         os.kill(worker.pid, signal.SIGSTOP)
         worker.lifeline.close()
         assert worker.gone_within(5)

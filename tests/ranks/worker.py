@@ -121,9 +121,9 @@ class Worker:
             raise TimeoutError(f"rank {self.rank} did not start within {START_WITHIN:g} s")
         assert self._tasks.recv_bytes() == READY
 
-    def send(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """Has the rank call `function(rank, *args)`."""
-        task = pickle.dumps((function, args))
+    def send(self, function: Callable[..., Any], args: tuple[Any, ...], number: int) -> None:
+        """Has the rank call `function(rank, *args)`, as the job of this number."""
+        task = pickle.dumps((function, args, number))
         self.busy = True
         with suppress(OSError):  # a dead rank is told by `receive`
             self._tasks.send_bytes(task)
