@@ -6,6 +6,7 @@ import _thread
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +19,6 @@ from reshard.live.failure.cleanup import abandon, with_ticket
 from reshard.live.inputs.bound import Tensors
 from reshard.live.inputs.request import Options, options_from
 from reshard.live.session.session import Ticket, all_connections
-from reshard.live.session.store import UndecidedError
 from reshard.live.transport.in_flight import InFlight
 from reshard.planning.plans import Plan
 from reshard.show.run_report import RunReport
@@ -28,8 +28,6 @@ __all__ = ["Handle", "check", "raise_on_all_ranks", "release", "skip_exchange", 
 Result = dict[str, torch.Tensor]
 
 _cuda: Any = torch.cuda  # its streams and events have no types
-_streams: dict[torch.device, Any] = {}
-"""One per GPU, not one per move: torch's allocator keeps separate memory for each stream."""
 
 
 def release(plan: Plan) -> None:
@@ -67,19 +65,14 @@ def raise_on_all_ranks(
 
 def skip_exchange(ticket: Ticket, plan: Plan, options: Mapping[str, Any]) -> bool:
     """End a call of a plan without messages, if the ranks have compared it; whether that is so."""
-    if plan.compiled is None:
-        return False
-    compiled = compiled_plan(plan, ticket.group)
+    compiled = None if plan.compiled is None else compiled_plan(plan, ticket.group)
     if compiled is None:
         return False
-    if options.get("check") == "never":
-        ticket.finish()
-        return True
-    if len(compiled.ranks) > 1:
-        session = compiled.session()
-        if (compiled.digest, options_from(options).name) not in session.agreed:
+    if options.get("check") != "never" and len(compiled.ranks) > 1:
+        session, checked = compiled.session(), options_from(options)
+        if (compiled.digest, checked.transport, checked.atomic) not in session.agreed:
             return False
-        session.close_call(session.begin(ticket, options.get("tag")))
+        session.close_call(session.begin(ticket, checked.tag))
     ticket.finish()
     return True
 
@@ -120,14 +113,11 @@ class Handle:
         try:
             with streams.used(call.all_tensors()):
                 self._result = call.run()
-        except UndecidedError as undecided:
-            self._error, call.ticket.in_thread = undecided.error, False
-            abandon(call.ticket, undecided.error, seconds=0.0)
         except BaseException as error:
             self._error = error
             if not call.ticket.over:
                 call.ticket.in_thread = False
-                abandon(call.ticket, error)
+                self._error = abandon(call.ticket, error)
         finally:
             if call.ticket.in_thread and call.ticket.abandoned:
                 call.close()  # not before: this thread has used the buffers of the call until now
@@ -201,7 +191,7 @@ class SideStreams:
                 tensor.record_stream(_cuda.current_stream(tensor.device))
 
 
+@cache
 def _stream(device: torch.device) -> Any:
-    if device not in _streams:
-        _streams[device] = _cuda.Stream(device)
-    return _streams[device]
+    """One per GPU, not one per move: torch's allocator keeps separate memory for each stream."""
+    return _cuda.Stream(device)

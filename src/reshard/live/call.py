@@ -24,9 +24,9 @@ from reshard.live.failure.agreement import (
     GRAD_CODES,
     Signature,
     barrier,
+    check_comparison,
     check_hellos,
     compare,
-    join_comparison,
 )
 from reshard.live.failure.cleanup import fail_and_close
 from reshard.live.failure.watch import Watch
@@ -42,14 +42,14 @@ from reshard.live.inputs.memory import Donation, fill_zeros
 from reshard.live.inputs.request import Options, bind, has_nccl, home_device
 from reshard.live.program.rounds import Program, Round
 from reshard.live.session.control import CallAheadError, Cause
-from reshard.live.session.session import Session, Ticket
+from reshard.live.session.session import Key, Session, Ticket
 from reshard.live.transport.base import Exchange, Transport
 from reshard.live.transport.gloo import GlooTransport
 from reshard.live.transport.gloo_group import GlooGroups
 from reshard.live.transport.gpu_peer import GpuPeerTransport
 from reshard.live.transport.gpu_routes import GpuRoutes, GpuTrials, find_routes
 from reshard.live.transport.host import HostTransport
-from reshard.live.transport.in_flight import InFlight, InFlightCall, check_earlier_calls
+from reshard.live.transport.in_flight import InFlightCall, check_earlier_calls
 from reshard.live.transport.nccl import NcclTransport
 from reshard.planning.plans import Plan
 from reshard.show.progress import Bar, progress_of
@@ -67,7 +67,7 @@ class Call:
     session: Session | None = None
     _in_flight: InFlightCall | None = None
     _progress: Bar | None = None
-    _key = (b"", "")
+    _key: Key = (b"", "", False)
     _ok = False
     _is_first = _compares = False
     """Whether to compare with the other ranks. All ranks must decide alike, so it is decided with
@@ -97,14 +97,13 @@ class Call:
         if compiled.exchanges or options.check != "never":
             session = self.session = compiled.session()
             session.begin(ticket, options.tag)
-            key = self._key = compiled.digest, options.name
+            key = self._key = compiled.digest, options.transport, options.atomic
             if key not in session.agreed:
                 self._is_first = self._compares = session.must_compare(ticket, key)
             if options.check == "always":
                 self._compares = True
 
     def run(self) -> Result:
-        """Do the move."""
         self.ticket.undo = self.close
         if self.compiled is None:
             self.ticket.finish()
@@ -126,7 +125,11 @@ class Call:
         began = 0.0 if report is None else time.perf_counter()
         together = compiled.exchanges or self._compares or options.atomic
         if self.session is not None and (together or (self._ask_grad and compiled.grad_hellos)):
-            watch = self._connect(self.session, compiled)
+            self.session.connect(self.ticket, options.timeout, compiled.what)
+            limits = options.timeout, options.deadline
+            common = (self.ticket, compiled.digest, compiled.what, *limits)
+            watch = self.watch = Watch(*common, GRAD_CODES[self.grad])
+            check_earlier_calls(watch)
         try:
             bound = bind(compiled.locals, self.tensors, self.into, self.ticket.group, options)
         except TensorError as error:
@@ -140,11 +143,11 @@ class Call:
         if watch is None:
             exchange = Exchange(program, bound, report=report, after_round=after)
         else:
-            self._choose_transports(watch, program, bound)
+            self._choose_transports(watch, compiled, program, bound)
             if self._is_first:
                 compiled.log_transports(self._transports)
-            common = (program, bound, self._transports, watch.inbox, watch.wait)
-            exchange = Exchange(*common, report, after)
+            inbox, wait = watch.inbox, watch.wait
+            exchange = Exchange(program, bound, self._transports, inbox, wait, report, after)
             watch.status = exchange.status
         if report is not None:
             report.transports = {peer: t.label(peer) for t in self._transports for peer in t.peers}
@@ -160,34 +163,16 @@ class Call:
             self.wait_complete()
         return self._commit(bound) if options.atomic else bound.result
 
-    def _connect(self, session: Session, compiled: CompiledPlan) -> Watch:
-        ticket, options = self.ticket, self.options
-        connections = session.connections
-        if connections is None:
-            connections = session.connect(ticket, options.timeout, compiled.what)
-        watch = self.watch = Watch(
-            session,
-            connections,
-            ticket.number,
-            compiled.digest,
-            timeout=options.timeout,
-            deadline=options.deadline,
-            what=compiled.what,
-            tag=ticket.tag,
-            grad=GRAD_CODES[self.grad],
-        )
-        ticket.watch = watch
-        if connections.existing(InFlight) is not None:
-            check_earlier_calls(watch)
-        return watch
-
-    def _choose_transports(self, watch: Watch, program: Program, bound: BoundTensors) -> None:
+    def _choose_transports(
+        self, watch: Watch, compiled: CompiledPlan, program: Program, bound: BoundTensors
+    ) -> None:
         """Choose a transport for every peer; the first call of a plan compares it before."""
+        signature = partial(self._signature, bound)
+        watch.suspect = partial(check_comparison, watch, signature)
         routes = self._compare(watch, bound)
-        watch.suspect = lambda: join_comparison(watch, self._signature(bound))
         peers, option, connections = program.peers, self.options.transport, watch.connections
-        if self._ask_grad and self.compiled is not None and self.compiled.grad_hellos:
-            peers |= self.compiled.grad_hellos.get(program.rank, frozenset())
+        if self._ask_grad:
+            peers |= compiled.grad_hellos.get(program.rank, frozenset())
         gloo, reason, chosen, common = None, None, self._transports, (watch, program, bound)
         if connections.spans_hosts or option == "network":
             # All ranks make the group, also those that have nothing to send.
@@ -202,7 +187,7 @@ class Call:
                 peers -= read
             if routes.opens_nccl:
                 alone = routes.forced == "nccl"
-                gathers = alone and self.compiled is not None and self.compiled.gathers
+                gathers = alone and compiled.gathers
                 chosen.append(NcclTransport(*common, peers, *on_gpus, gloo, alone, gathers, reason))
                 return
             option = "auto"
@@ -257,26 +242,21 @@ class Call:
             trials = self.watch.connections.resource(GpuTrials)
             where += "\n" + trials.facts(self._gpu(bound), has_nccl(self.ticket.group))
         grad = GRAD_CODES[self.grad]
-        return Signature(self.plan, self.options.shared, where, grad, self.ticket.tag)
+        transport, atomic = self.options.transport, self.options.atomic
+        return Signature(self.plan, transport, atomic, where, grad, self.ticket.tag)
 
     def _shake_hands(self, watch: Watch, program: Program, bound: BoundTensors) -> None:
         for transport in self._transports:
             transport.send_hellos()
         hellos = watch.inbox.hellos
         peers = [peer for transport in self._transports for peer in transport.peers]
+        watch.wait(
+            lambda: [peer for peer in peers if peer not in hellos],
+            lambda peer: f"it to begin the move of {program.first_name(peer)}",
+        )
         expected = (watch.digest, watch.grad, watch.tag_code)
-
-        def missing() -> list[int]:
-            left = []
-            for peer in peers:
-                hello = hellos.get(peer)
-                if hello is None:
-                    left.append(peer)
-                elif hello[1:4] != expected:
-                    check_hellos(watch, lambda: self._signature(bound))
-            return left
-
-        watch.wait(missing, lambda peer: f"it to begin the move of {program.first_name(peer)}")
+        if any(hellos[peer][1:4] != expected for peer in peers):
+            check_hellos(watch, partial(self._signature, bound))
         watch.finish_handshake()
 
     def _after_round(
@@ -329,7 +309,7 @@ class Call:
         May be repeated: an exception of a signal handler may come between any two bytecodes.
         """
         session, watch, in_flight = self.session, self.watch, self._in_flight
-        if self._is_first and (self._compares or (watch is not None and watch.failed)):
+        if self._is_first and (self._compares or (watch is not None and watch.cause)):
             self._compare_again()
         if self._progress is not None:
             self._progress.close()
@@ -362,7 +342,6 @@ class Call:
             session.has_compared(self._key)
 
     def all_tensors(self) -> list[torch.Tensor]:
-        """The tensors that were given, of both sides."""
         both = [*self.tensors.values(), *(self.into or {}).values()]
         return [tensor for tensor in both if tensor is not None]
 

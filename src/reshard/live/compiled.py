@@ -37,8 +37,6 @@ DIFFERENTIABLE = ("float", "bfloat", "complex")
 
 
 class CompiledPlan:
-    """A plan compiled for one rank."""
-
     def __init__(self, plan: Plan, rank: int) -> None:
         self.rank, self.ranks = rank, plan.parties
         self.digest = bytes.fromhex(plan.digest)
@@ -56,17 +54,12 @@ class CompiledPlan:
         """Whether this rank shows a progress bar if standard error is a terminal."""
         self.group: Callable[[], dist.ProcessGroup | None] = lambda: None
         """The process group of the last call."""
-        self.known_session: Callable[[], Session | None] = lambda: None
 
     def session(self) -> Session:
         """The session of the plan's ranks in the group of the last call."""
-        found = self.known_session()
-        if found is None:
-            group = self.group()
-            assert group is not None
-            found = session_of(group, self.ranks)
-            self.known_session = weakref.ref(found)
-        return found
+        group = self.group()
+        assert group is not None
+        return session_of(group, self.ranks)
 
     def program_for(self, bound: BoundTensors) -> Program:
         """The program for tensors of a call that are not contiguous."""
@@ -120,22 +113,19 @@ class CompiledPlan:
         ends = (plan.traffic.source.tolist(), plan.traffic.destination.tolist())
         informed = {to for by, to in zip(*ends, strict=True) if by in set(knowing)}
         unaware = frozenset(plan.parties) - informed - set(knowing)
-        if not unaware:
-            return {}
-        return {**dict.fromkeys(unaware, frozenset(knowing[:1])), knowing[0]: unaware}
+        pairs = {**dict.fromkeys(unaware, frozenset(knowing[:1])), knowing[0]: unaware}
+        return pairs if unaware else {}
 
 
 def _gathers(stack: Stack, ranks: Sequence[int]) -> bool:
     """Whether whole tensors go from ranks without replicas to all of these ranks."""
     have, want, feed = stack.have, stack.want, stack.feed
-    if have.layout.reduce or want.layout.reduce:
+    changes = feed.moves or feed.have_insert or feed.want_insert
+    if have.layout.reduce or want.layout.reduce or changes:
         return False
-    if feed.moves or feed.have_insert or feed.want_insert:
-        return False
-    if not all(_holds(want, rank, prod(want.shape)) for rank in ranks):
-        return False
-    held = [prod(have.layout.local_shape(rank, have.shape)) for rank in have.layout.ranks]
-    return sum(held) == prod(have.shape)
+    held = sum(prod(have.layout.local_shape(rank, have.shape)) for rank in have.layout.ranks)
+    is_whole = all(_holds(want, rank, prod(want.shape)) for rank in ranks)
+    return is_whole and held == prod(have.shape)
 
 
 def _holds(spec: TensorSpec, rank: int, least: int) -> bool:
@@ -176,5 +166,5 @@ def compiled_plan(plan: Plan, given: dist.ProcessGroup | None) -> CompiledPlan |
             "rank %d: compiled plan %.8s of %s in %.3f s", rank, plan.digest,
             count(len(plan.want), "tensor"), time.perf_counter() - began,
         )  # fmt: skip
-    compiled.group, compiled.known_session = weakref.ref(group), lambda: None
+    compiled.group = weakref.ref(group)
     return compiled

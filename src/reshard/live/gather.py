@@ -22,11 +22,9 @@ import struct
 import torch.distributed as dist
 
 from reshard.errors import LiveError, ReshardError
-from reshard.layout.mesh import format_ranks
 from reshard.live.failure.cleanup import fail_and_close, with_ticket
 from reshard.live.failure.watch import Watch
-from reshard.live.session.control import Cause
-from reshard.live.session.rendezvous import Connections
+from reshard.live.session.control import Cause, ranks_with
 from reshard.live.session.session import Session, Ticket, session_of
 from reshard.live.session.shared_memory import SharedBuffer
 from reshard.live.transport.in_flight import check_earlier_calls
@@ -47,12 +45,11 @@ def gather_bytes(
     ``what`` says what the ranks are doing, for errors. A rank that sends more than ``limit`` bytes
     is broken.
     """
-    ranks = sorted(dist.get_process_group_ranks(group))
-    session = session_of(group, ranks)
+    session = session_of(group, sorted(dist.get_process_group_ranks(group)))
 
     def gather(ticket: Ticket) -> dict[int, bytes] | None:
         session.begin(ticket)
-        return _Gather(ticket, session, timeout, what, limit).run(data)
+        return _Gather(ticket, session, limit).run(data, timeout, what)
 
     return with_ticket(group, None, gather)
 
@@ -63,64 +60,48 @@ class _Gather:
     watch: Watch | None = None
     _ok = False
 
-    def __init__(
-        self, ticket: Ticket, session: Session, timeout: float, what: str, limit: int
-    ) -> None:
-        self.ticket, self.session, self.timeout = ticket, session, timeout
-        self.what, self.limit = what, limit
+    def __init__(self, ticket: Ticket, session: Session, limit: int) -> None:
+        self.ticket, self.session, self.limit = ticket, session, limit
         self._buffers: list[SharedBuffer] = []
         """The buffer with this rank's bytes."""
 
-    def run(self, data: bytes) -> dict[int, bytes] | None:
-        ticket, session = self.ticket, self.session
-        ticket.undo = self._close
-        found = None
+    def run(self, data: bytes, timeout: float, what: str) -> dict[int, bytes] | None:
+        found, self.ticket.undo = None, self._close
         try:
-            connections = session.connections
-            if connections is None:
-                connections = session.connect(ticket, self.timeout, self.what)
+            connections = self.session.connect(self.ticket, timeout, what)
             if not connections.spans_hosts:
-                found = self._exchange(connections, data)
+                self.watch = Watch(self.ticket, DIGEST, what, timeout)
+                found = self._exchange(self.watch, data)
                 self._ok = True
         except ReshardError as error:
             fail_and_close(self.watch, error, self._close)
         self._close()
         return found
 
-    def _exchange(self, connections: Connections, data: bytes) -> dict[int, bytes]:
+    def _exchange(self, watch: Watch, data: bytes) -> dict[int, bytes]:
         """Send this rank's bytes in a buffer, wait for all Hellos, and read what they name."""
-        ticket, session, peers = self.ticket, self.session, connections.peers
-        watch = self.watch = ticket.watch = Watch(
-            session, connections, ticket.number, DIGEST, timeout=self.timeout, what=self.what
-        )
-        watch.status = lambda: f"on rank {connections.rank}: its own part is sent"
+        me, peers, hellos = watch.connections.rank, watch.connections.peers, watch.inbox.hellos
+        watch.status = lambda: f"on rank {me}: its own part is sent"
         check_earlier_calls(watch)
         frame = _LENGTH.pack(len(data)) + data
-        buffer = connections.buffers.take(len(frame))
+        buffer = watch.connections.buffers.take(len(frame))
         self._buffers.append(buffer)
         ctypes.memmove(buffer.address, frame, len(frame))
-        hello, hellos = watch.hello(eager=1, buffer=buffer.number), watch.inbox.hellos
+        hello = watch.hello(eager=1, buffer=buffer.number)
         for peer in peers:
             watch.mailbox.send(peer, hello, buffer.fd_for(peer))
 
         def missing() -> list[int]:
-            self._check_calls(watch)
+            others = [peer for peer, one in tuple(hellos.items()) if one[1:4] != hello[1:4]]
+            if others:
+                text = f"{ranks_with(others, 'is', 'are')} in a move and rank {me} is not"
+                advice = "make the same calls in the same order on all ranks"
+                watch.fail(Cause("disagree", f"{text}: {advice}"))
             return [peer for peer in peers if peer not in hellos]
 
         watch.wait(missing, lambda peer: "its part")
-        return {rank: self._read(watch, rank) if rank in peers else data for rank in session.ranks}
-
-    def _check_calls(self, watch: Watch) -> None:
-        """Fail if a rank is in a move, or in a call with a tag."""
-        expected = watch.digest, watch.grad, watch.tag_code
-        others = [peer for peer, one in tuple(watch.inbox.hellos.items()) if one[1:4] != expected]
-        if others:
-            one = len(others) == 1
-            watch.fail(Cause("disagree", (
-                f"{'rank' if one else 'ranks'} {format_ranks(sorted(others))} "
-                f"{'is' if one else 'are'} in a move and rank {watch.connections.rank} is not: "
-                "make the same calls in the same order on all ranks"
-            )))  # fmt: skip
+        ranks = self.session.ranks
+        return {rank: data if rank == me else self._read(watch, rank) for rank in ranks}
 
     def _read(self, watch: Watch, peer: int) -> bytes:
         """Copy the bytes of a peer, which may be broken."""

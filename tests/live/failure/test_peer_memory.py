@@ -128,6 +128,6 @@ def test_tensors_into_which_a_stopped_peer_may_write_are_kept(writers: set[int])
         connections=connections, call=CALL, mailbox=mailbox, written=tensors
     )
     Watch._stop(watch, Cause("late", "on purpose"))
-    assert watch.failed
+    assert watch.cause
     assert connections.last_failed == CALL
     assert connections.quarantine == ([tensors] if writers else [])

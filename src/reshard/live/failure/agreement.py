@@ -16,13 +16,20 @@ from typing import Any, NoReturn
 
 from reshard.layout.mesh import format_ranks
 from reshard.live.failure.watch import FIRST_PAUSE, LOOK_EVERY, Watch
-from reshard.live.session.control import CallAheadError, Cause, Tag, compare_codes, describe_code
+from reshard.live.session.control import (
+    CallAheadError,
+    Cause,
+    Tag,
+    compare_codes,
+    describe_code,
+    ranks_with,
+)
 from reshard.live.session.store import Store, poll_until
 from reshard.planning.plans import Plan
-from reshard.text import format_bytes
+from reshard.text import and_more, format_bytes
 
 __all__ = [
-    "GRAD_CODES", "Signature", "barrier", "check_hellos", "compare", "forget", "join_comparison",
+    "GRAD_CODES", "Signature", "barrier", "check_comparison", "check_hellos", "compare", "forget",
     "meet", "ranks_by_text",
 ]  # fmt: skip
 
@@ -32,25 +39,16 @@ MAX_DETAIL = 64 << 20
 """Bytes that a description may decompress to: a peer may be broken."""
 DETAIL_SECONDS = 1.0
 """How long to wait for the descriptions of other ranks, once signatures are known to differ."""
-DIFFER_EVERY = 0.2
-"""Seconds between two checks whether another rank has found a difference."""
 MAX_NAMED = 3
 """Tensors that an error names."""
 GRAD_CODES = {None: 0, False: 1, True: 2}
 """The field ``grad`` of a Hello: whether the source requires gradients, if the rank knows."""
 
 
-def meet(
-    watch: Watch,
-    name: str,
-    what: Callable[[int], str],
-    *,
-    value: str = "here",
-    check: Callable[[], None] | None = None,
-) -> list[str]:
+def meet(watch: Watch, name: str, what: Callable[[int], str], value: str = "here") -> list[str]:
     """Post a value in the store and wait for those of all ranks; returns all keys.
 
-    ``what`` says what a peer is waited for; ``check`` may raise meanwhile.
+    ``what`` says what a peer is waited for.
     """
     client, rank = watch.connections.client, watch.connections.rank
     keys = {one: f"{name}/{one}" for one in watch.connections.ranks}
@@ -61,8 +59,6 @@ def meet(
 
     def missing() -> Collection[int]:
         nonlocal left, looked
-        if check is not None:
-            check()
         if client.check(names):
             return ()
         if time.monotonic() - looked > LOOK_EVERY:
@@ -97,8 +93,8 @@ class Signature:
     """What all ranks of a call must have in common."""
 
     plan: Plan
-    options: Mapping[str, object]
-    """Options that must be equal: transport, atomic."""
+    transport: str
+    atomic: bool
     devices: str
     """Where this rank's tensors are: ``cpu``, ``cuda``, ...; may differ."""
     grad: int = 0
@@ -106,8 +102,8 @@ class Signature:
     tag: Tag | None = None
 
     def to_json(self) -> str:
-        shared, code = [self.plan.digest, dict(self.options)], self.tag.code if self.tag else 0
-        return json.dumps([*shared, self.devices, self.grad, code], sort_keys=True)
+        shared, code = (self.plan.digest, self.transport, self.atomic), self.tag and self.tag.code
+        return json.dumps([shared, self.devices, self.grad, code or 0])
 
 
 def compare(watch: Watch, signature: Signature) -> dict[int, str]:
@@ -116,38 +112,27 @@ def compare(watch: Watch, signature: Signature) -> dict[int, str]:
     watch.compared = True
     client.set(_key(watch, "comparing"), watch.digest.hex())
     first = f'"{next(iter(signature.plan.want))}"' if signature.plan.want else "nothing"
-    looked = time.monotonic()
-
-    def check() -> None:
-        """Fail if a rank runs another plan, which was compared before, or found a difference."""
-        nonlocal looked
-        check_hellos(watch, lambda: signature)
-        if time.monotonic() - looked > DIFFER_EVERY:
-            looked = time.monotonic()
-            if client.check([_key(watch, "differ")]):
-                _raise_disagreement(watch, signature)
-
     what = f"it to compare what is moved, with {first}"
-    name, value = _key(watch, "signature"), signature.to_json()
-    keys = meet(watch, name, lambda peer: what, value=value, check=check)
+    name = _key(watch, "signature")
+    keys = meet(watch, name, lambda peer: what, signature.to_json())
     values = client.request(lambda store: store.multi_get(keys))
     ranks = watch.connections.ranks
     found = {rank: _read_signature(text) for rank, text in zip(ranks, values, strict=True)}
-    _check_tags(watch, {rank: int(one[4]) for rank, one in found.items()})
-    if len({json.dumps(one[:2]) for one in found.values()}) > 1:
+    _check_tags(watch, {rank: tag for rank, (*_, tag) in found.items()})
+    if len({shared for shared, *_ in found.values()}) > 1:
         _raise_disagreement(watch, signature)
-    _check_grad(watch, {rank: int(one[3]) for rank, one in found.items()})
+    _check_grad(watch, {rank: grad for rank, (_, _, grad, _) in found.items()})
     forget(watch, name, [*keys, _key(watch, "comparing")])
-    return {rank: str(one[2]) for rank, one in found.items()}
+    return {rank: devices for rank, (_, devices, _, _) in found.items()}
 
 
-def _read_signature(text: bytes) -> list[Any]:
+def _read_signature(text: bytes) -> tuple[str, str, int, int]:
     """Decode a peer's signature; a malformed one differs from all others."""
     try:
-        digest, options, devices, grad, tag = json.loads(text)
-        return [digest, options, str(devices), int(grad), int(tag)]
+        shared, devices, grad, tag = json.loads(text)
+        return json.dumps(shared), str(devices), int(grad), int(tag)
     except (ValueError, TypeError):
-        return [repr(text[:200]), {}, "", 0, 0]
+        return repr(text[:200]), "", 0, 0
 
 
 def check_hellos(watch: Watch, signature: Callable[[], Signature]) -> None:
@@ -200,26 +185,27 @@ def _check_grad(watch: Watch, grads: Mapping[int, int]) -> None:
         watch.fail(Cause("disagree", text))
 
 
-def join_comparison(watch: Watch, signature: Signature) -> None:
-    """Post this rank's signature if the other ranks compare a plan that it has compared before.
+def check_comparison(watch: Watch, signature: Callable[[], Signature]) -> None:
+    """Fail if ranks have found that their plans differ, or join those that compare this plan again.
 
     They compare it again because an earlier call failed on them and not here, or because this rank
-    was late for it.
+    was late for it: then this rank posts its signature.
     """
+    check_hellos(watch, signature)
     client, rank = watch.connections.client, watch.connections.rank
     # With a short limit: a rank whose Hellos are all there must not wait for a silent store.
     if client.get(_key(watch, "differ")) is not None:
-        _raise_disagreement(watch, signature)
+        _raise_disagreement(watch, signature())
     compared = None if watch.compared else client.get(_key(watch, "comparing"))
     if compared is None:
         return
     if compared.decode() != watch.digest.hex():
-        _raise_disagreement(watch, signature)
+        _raise_disagreement(watch, signature())
     watch.compared = True
-    name = _key(watch, "signature")
+    name, text = _key(watch, "signature"), signature().to_json()
 
     def join(store: Store) -> None:
-        store.set(f"{name}/{rank}", signature.to_json())
+        store.set(f"{name}/{rank}", text)
         store.set(f"{name}/done/{rank}", "1")
 
     client.request(join)
@@ -258,7 +244,7 @@ def _describe(signature: Signature) -> dict[str, Any]:
             if key not in layouts:
                 layouts[key] = f'"{spec.layout}" on {spec.layout.mesh}'
             tensors[f'{side} "{name}"'] = f"{spec.dtype}{list(spec.shape)} {layouts[key]}"
-    settings = {key: str(value) for key, value in signature.options.items()}
+    settings = {"transport": signature.transport, "atomic": str(signature.atomic)}
     if signature.tag is not None:
         settings["tag"] = signature.tag.text
     memory = format_bytes(signature.plan.memory)
@@ -297,18 +283,12 @@ def _difference(details: Mapping[int, Mapping[str, Mapping[str, str]]]) -> str:
 
 
 def ranks_by_text(
-    texts: Mapping[int, str],
-    verbs: tuple[str, str] = ("has", "have"),
-    most: int | None = None,
+    texts: Mapping[int, str], verbs: tuple[str, str] = ("has", "have"), most: int | None = None
 ) -> str:
     """Which ranks have which text, the most common one first, and so many texts at most."""
     ranks_of: dict[str, list[int]] = {}
     for rank in sorted(texts):
         ranks_of.setdefault(texts[rank], []).append(rank)
     groups = sorted(ranks_of.items(), key=lambda item: -len(item[1]))
-    parts = [
-        f"rank{'s' if ranks[1:] else ''} {format_ranks(ranks)} {verbs[len(ranks) > 1]} {text}"
-        for text, ranks in groups[:most]
-    ]
-    more = len(groups) - len(parts)
-    return ", ".join(parts) + (f" and {more} more values" if more else "")
+    parts = [f"{ranks_with(ranks, *verbs)} {text}" for text, ranks in groups]
+    return and_more(parts, most or len(parts), "values")

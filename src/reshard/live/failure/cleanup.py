@@ -28,7 +28,6 @@ from reshard.live.session.session import (
     Ticket,
     all_connections,
     is_inherited,
-    leave_in_child,
     open_tickets,
     session_of,
     sessions,
@@ -79,8 +78,7 @@ def with_ticket(
                         abandon(other, LiveError(f"rank {dist.get_rank()} was interrupted twice"))
             return action(ticket, *args, **options)
         except UndecidedError as undecided:
-            abandon(ticket, undecided.error, seconds=0.0)
-            raise undecided.error from None
+            raise abandon(ticket, undecided) from None
         except BaseException as error:
             if not ticket.over:
                 abandon(ticket, error)
@@ -100,18 +98,21 @@ def fail_and_close(watch: Watch | None, error: ReshardError, close: Callable[[],
         close()
 
 
-def abandon(ticket: Ticket, error: BaseException, seconds: float = CLEANUP_SECONDS) -> None:
+def abandon(ticket: Ticket, error: BaseException) -> BaseException:
     """Hand an interrupted call to the cleanup thread, and wait until the call is over.
 
-    At most so long: without an answer of the store its end is open.
+    After an `UndecidedError` nothing was interrupted and the end of the call is open: this thread
+    does not wait, and may hold locks. Returns what the call raises.
     """
-    if not seconds:
-        ticket.owner = None  # nothing was interrupted: this thread may go on, and hold locks
-    ticket.abandoned = True
+    if isinstance(error, UndecidedError):
+        ticket.owner = None
+        _abandoned.put((ticket, error.error))
+        return error.error
     _abandoned.put((ticket, error))
     if not ticket.over:
-        ticket.cleaned_up.acquire(timeout=seconds)
+        ticket.cleaned_up.acquire(timeout=CLEANUP_SECONDS)
         ticket.owner = None
+    return error
 
 
 def _clean_up(ticket: Ticket, error: BaseException) -> None:
@@ -133,6 +134,7 @@ def _begin_cleanup(ticket: Ticket, error: BaseException) -> None:
 
     A thread of the session ends the call: that may wait for a store that does not answer.
     """
+    ticket.abandoned = True
     session = None if ticket.over else ticket.session or _intended_session(ticket)
     if session is None:
         _clean_up(ticket, error)
@@ -146,16 +148,15 @@ def _begin_cleanup(ticket: Ticket, error: BaseException) -> None:
 
 
 def _abort(session: Session, ticket: Ticket, error: BaseException) -> None:
-    number, cause = session.number_of(ticket), Cause.of(error, session.rank)
+    number, cause = ticket.number, Cause.of(error, session.rank)
     watch: Watch | None = ticket.watch
     if watch is None:
         if session.connections is None and session.give_up_connecting(number, cause):
             session.close_call(number)
             return
-        assert session.connections is not None
-        watch = Watch(session, session.connections, number, b"", timeout=1.0, tag=ticket.tag)
+        watch = Watch(ticket, b"")
     try:
-        if not watch.failed:
+        if watch.cause is None:
             with contextlib.suppress(ReshardError, CallAheadError):
                 watch.fail(cause)
     finally:
@@ -187,8 +188,7 @@ def _serve() -> None:
             try:
                 abandoned = _abandoned.get(timeout=LOOK_EVERY)
             except queue.Empty:
-                if open_tickets:
-                    _abandon_left()
+                _abandon_left()
                 continue
             if abandoned is None:
                 return
@@ -205,10 +205,8 @@ def _abandon_left() -> None:
         # Whether it is over is read last: a call is over before its thread leaves it. A call in a
         # thread of reshard has no owner.
         is_left = ticket.entered and not ticket.inside.locked() and ticket.owner is not None
-        if is_left and not (ticket.over or ticket.left):
-            ticket.left = True
-            error = LiveError(f"rank {dist.get_rank()} was interrupted twice")
-            _abandoned.put((ticket, error))
+        if is_left and not (ticket.over or ticket.abandoned):
+            _begin_cleanup(ticket, LiveError(f"rank {dist.get_rank()} was interrupted twice"))
 
 
 @atexit.register
@@ -224,9 +222,4 @@ def _leave_at_exit() -> None:
         connections.end_threads()
 
 
-def _leave_in_child() -> None:
-    _thread.clear()
-    leave_in_child()
-
-
-os.register_at_fork(after_in_child=_leave_in_child)
+os.register_at_fork(after_in_child=_thread.clear)

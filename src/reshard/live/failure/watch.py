@@ -15,27 +15,17 @@ from typing import Any, NoReturn
 
 from reshard.errors import PeerLostError, ReshardError
 from reshard.layout.mesh import format_ranks
-from reshard.live.session.control import (
-    Abort,
-    Alive,
-    CallAheadError,
-    Cause,
-    Hello,
-    Tag,
-    compare_codes,
-)
-from reshard.live.session.rendezvous import Connections
-from reshard.live.session.session import Session
+from reshard.live.session.control import Abort, Alive, CallAheadError, Cause, Hello, compare_codes
+from reshard.live.session.session import Ticket
 from reshard.live.session.store import REQUEST_SECONDS, Store
 from reshard.live.session.wait_graph import WaitGraph
 
 __all__ = ["FIRST_PAUSE", "LOOK_EVERY", "PAUSE_GROWTH", "Watch", "abort_key"]
 
-POST_AFTER = 1.0
-"""Seconds of waiting after which a rank posts which peer it waits for."""
+POST_AFTER = HEARTBEAT_EVERY = 1.0
+"""Seconds of waiting after which a rank posts which peer it waits for, and of work after which it
+sends a heartbeat; sooner where the timeout is short."""
 LOOK_EVERY, FIRST_PAUSE, PAUSE_GROWTH = 0.25, 0.0002, 1.2
-HEARTBEAT_EVERY = 1.0
-"""Seconds of work after which a rank sends a heartbeat; sooner where the timeout is short."""
 IN_FLIGHT_SECONDS = 0.5
 """How long messages over the network may take that a rank has sent before it exited."""
 WRITER_SECONDS = 1.0
@@ -58,9 +48,7 @@ class Watch:
     compared = False
     """Whether the ranks have compared their plans in this call."""
     cause: Cause | None = None
-    """Why the call has failed."""
-    failed = False
-    """Whether the call has failed, and the other ranks know."""
+    """Why the call has failed, which the other ranks know; None if it has not."""
     cut_by: Cause | None = None
     """Why another call had to cut the connections that this one uses."""
     by_network: frozenset[int] = frozenset()
@@ -76,25 +64,24 @@ class Watch:
 
     def __init__(
         self,
-        session: Session,
-        connections: Connections,
-        call: int,
+        ticket: Ticket,
         digest: bytes,
-        *,
-        timeout: float,
-        deadline: float | None = None,
         what: str = "a move",
-        tag: Tag | None = None,
+        timeout: float = 1.0,
+        deadline: float | None = None,
         grad: int = 0,
     ) -> None:
         """``what`` says what the call does, ``grad`` is a field of this rank's Hello."""
-        self.session, self.connections = session, connections
-        self.call, self.digest, self.what, self.grad = call, digest, what, grad
-        self.timeout, self.deadline = timeout, deadline
+        session = ticket.session
+        assert session is not None
+        connections = session.connections
+        assert connections is not None
+        self.session, self.connections, self.call = session, connections, ticket.number
+        self.digest, self.what, self.timeout, self.deadline = digest, what, timeout, deadline
         self.ends = None if deadline is None else time.monotonic() + deadline
-        self.tag_code = 0 if tag is None else tag.code
+        self.grad, self.tag_code = grad, 0 if ticket.tag is None else ticket.tag.code
         self.mailbox = connections.mailbox
-        self.inbox = self.mailbox.open(call)
+        self.inbox = self.mailbox.open(self.call)
         self.status: Callable[[], str] = lambda: f"on rank {connections.rank}: no round begun"
         """How far this rank has come, for error messages."""
         self.broken: dict[int, str] = {}
@@ -102,6 +89,7 @@ class Watch:
         self._left_at: dict[int, float] = {}
         self._impatient_after = min(LOOK_EVERY, timeout / 4)
         connections.client.seconds = self.mailbox.seconds = timeout
+        ticket.watch = self
 
     def hello(self, **more: Any) -> Hello:
         """This rank's Hello, with the fields that a transport adds."""
@@ -127,7 +115,7 @@ class Watch:
             began = began or now
             waited = now - began > self._impatient_after
             over = self.ends is not None and now > self.ends
-            if waited or over or mailbox.lost or self.broken or inbox.abort or self.failed:
+            if waited or over or mailbox.lost or self.broken or inbox.abort or self.cause:
                 self.check_lost(left, what)
                 self._check_aborted()
                 self._grow_impatient(left, what, began)
@@ -137,7 +125,7 @@ class Watch:
             for rank, peer in self.connections.peers.items():
                 if peer.flags.has_failed(self.call):  # its Abort may still be unread
                     self.fail_because_of(rank, "its part")
-        if inbox.abort is not None or self.failed:
+        if inbox.abort is not None or self.cause is not None:
             self._check_aborted()
         if self._graph is not None:
             self._graph.withdraw()
@@ -158,30 +146,27 @@ class Watch:
 
     def _grow_impatient(self, left: Collection[int], what: What, began: float) -> None:
         """Look for a cause, post which peer this rank waits for, or give up, as time goes by."""
-        now, heard = time.monotonic(), self.inbox.heard
+        now, heard, client = time.monotonic(), self.inbox.heard, self.connections.client
         quiet = {peer: now - max(began, heard.get(peer, 0.0)) for peer in left}
         peers = sorted(quiet, key=lambda peer: -quiet[peer])
-        longest = peers[0]
+        longest = quiet[peers[0]]
         # The store of the group is often served by the same process as that of the session.
-        answers = not self.connections.client.is_stuck
-        if self.handshaking and answers and quiet[longest] > LOOK_EVERY:
+        if self.handshaking and not client.is_stuck and longest > LOOK_EVERY:
             self._check_other_sessions(left)
         if self.ends is not None and now > self.ends:
             self._expire(peers, what, f"the deadline of {self.deadline:g} s")
-        # Peers of this host that have called send their Abort themselves.
-        sends_aborts = not self.handshaking and self.connections.peers.keys() >= set(left)
         waits_long = now - began > min(POST_AFTER, self.timeout / 3)
         if waits_long:
             # Also if the peer works, so that ranks that wait for this one know whom it waits for.
-            self.waits.post(peers, what(longest))
-        if quiet[longest] > self.timeout and now > self._expires:
+            self.waits.post(peers, what(peers[0]))
+        # Peers of this host that have called send their Abort themselves.
+        sends_aborts = not self.handshaking and self.connections.peers.keys() >= set(left)
+        if longest > self.timeout and now > self._expires:
             self._expire(peers, what, f"{self.timeout:g} s", patient=True)
-        elif waits_long:
+        elif waits_long or (longest > LOOK_EVERY and not sends_aborts):
             self._look_for_cause()
-            if self.handshaking:
+            if waits_long and self.handshaking:
                 self._check_passed(left)
-        elif quiet[longest] > LOOK_EVERY and not sends_aborts:
-            self._look_for_cause()
 
     def _expire(self, peers: Sequence[int], what: What, limit: str, patient: bool = False) -> None:
         """Fail at the end of a timeout, and name the rank that holds up all others.
@@ -190,7 +175,8 @@ class Watch:
         """
         waiter, wait, alive = self.waits.last_wait(peers, what(peers[0]))
         last, leader = wait.awaits[0], self.connections.leader
-        sure, self._silent = self._silent or self.connections.client.is_stuck, not alive
+        is_stuck = self.connections.client.is_stuck
+        sure, self._silent = self._silent or is_stuck, not alive
         if patient and (alive or not sure):
             # Checked again soon: the rank may have finished just now, or be about to post for whom
             # it waits, and on a busy machine this rank may be the first that runs again.
@@ -198,8 +184,7 @@ class Watch:
             return
         state = "stopped answering" if wait.met else "has not called"
         text = f"rank {last} {state} within {limit} and rank {waiter} waits for {wait.what}"
-        no_store = self.connections.client.is_stuck and leader != self.connections.rank
-        if no_store and last != leader and not wait.met:
+        if is_stuck and leader not in (self.connections.rank, last) and not wait.met:
             text = (
                 f"rank {leader} stopped answering within {limit}: it serves the store of the "
                 f"session, and rank {waiter} waits for rank {last}, which may wait for the store"
@@ -229,7 +214,7 @@ class Watch:
 
     def fail_with(self, error: ReshardError) -> NoReturn:
         """Abort the call on all ranks because of an error of this one, unless it has failed."""
-        if self.failed:
+        if self.cause is not None:
             raise error
         cause = Cause.of(error, self.connections.rank)
         self.fail(Cause(cause.kind, f"{cause.text}, in {self.what}"))
@@ -269,7 +254,6 @@ class Watch:
         """Send an Abort to the ranks of this host, and keep them from writing into our memory."""
         connections, call = self.connections, self.call
         self.cause = cause
-        self.failed = True
         connections.flags.mark_failed(call)
         connections.last_failed = max(connections.last_failed, call)
         for peer in connections.peers:
@@ -287,7 +271,7 @@ class Watch:
             self.fail(Cause("late", f"{passed} {self.connections.rank}"))
 
     def _check_aborted(self) -> None:
-        if self.failed and self.cause is not None:
+        if self.cause is not None:
             raise self.cause.error(self.status())  # another thread has given the call up
         if self.inbox.abort is not None:
             self._raise(Cause.from_json(self.inbox.abort.text))
@@ -364,20 +348,18 @@ class Watch:
             if finished.get(peer, 0) > self.call and peer not in hellos:
                 self._check_aborted()
                 # The peer may have given up a deadlock of which this rank is a part.
-                deadlock = None if self._graph is None else self._graph.verdict()
                 text = (
                     f"rank {peer} has made call {self.call} of ranks {format_ranks(ranks)} without "
                     f"an exchange, and rank {self.connections.rank} waits for it to begin "
                     f"{self.what}: give all ranks the same move"
                 )
-                self.fail(deadlock or Cause("disagree", text))
+                self.fail(self.waits.verdict() or Cause("disagree", text))
 
     def _check_other_sessions(self, left: Collection[int]) -> None:
         """Fail if ranks gave up this call before they were connected, or wait in other sessions."""
         graph, cause = self.waits, None
         if graph.is_due and self.call != self.connections.first_call:
-            refused = graph.outcome()
-            cause = None if refused is None else Cause.from_json(refused)
+            cause = graph.outcome()
         cause = cause or graph.find_deadlock(left)
         if cause is not None:
             self.fail(cause)

@@ -23,6 +23,7 @@ from reshard.layout.columns import Ints
 from reshard.live.inputs.memory import are_huge_pages_on_request, collapse
 from reshard.live.program.rounds import HAVE, WANT
 from reshard.planning.plans import Plan
+from reshard.text import and_more
 
 __all__ = [
     "GPU", "BoundTensors", "LocalSpec", "Locals", "Side", "Tensors", "all_on_gpus", "device_of",
@@ -64,12 +65,12 @@ class Side:
 
     def __init__(self, plan: Plan, side: int, rank: int) -> None:
         self.rank, self.role = rank, ("to move", "to move into")[side]
-        self._planned = (plan.have, plan.want)[side]
+        self.planned = (plan.have, plan.want)[side]
         moved = {names[side] for stack in plan.stacks for names in stack.names}
         shapes: dict[tuple[object, ...], torch.Size | None] = {}
         self.specs: list[LocalSpec] = []
         """The tensors that are moved."""
-        for number, (name, spec) in enumerate(self._planned.items(), len(plan.have) * side):
+        for number, (name, spec) in enumerate(self.planned.items(), len(plan.have) * side):
             key = (id(spec.layout), spec.shape)
             if key not in shapes:
                 held = spec.layout.holds(rank) is not None
@@ -78,35 +79,15 @@ class Side:
             shape = shapes[key]
             if shape is not None and name in moved:
                 self.specs.append(LocalSpec(number, name, shape, getattr(torch, spec.dtype)))
-        distinct = {one.shape for one in self.specs}
-        strides = {shape: torch.empty(shape, device="meta").stride() for shape in distinct}
+        strides = {one.shape: torch.empty(one.shape, device="meta").stride() for one in self.specs}
         self.contiguous = [(tuple(one.shape), strides[one.shape]) for one in self.specs]
         """Shapes and strides of new tensors."""
         sizes = [(one.number, one.shape.numel() * one.dtype.itemsize) for one in self.specs]
         self.large = [number for number, size in sizes if size >= MIN_HUGE_BYTES]
         """Base numbers of tensors that get huge pages if they recur at the same addresses."""
-        self._last_large: list[int] = []
-        self._times = 0
-
-    def check_names(self, given: Tensors) -> None:
-        """Refuse names that the plan does not have."""
-        if not given.keys() <= self._planned.keys():
-            unknown = [name for name in given if name not in self._planned]
-            more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-            raise TensorError(
-                f'rank {self.rank} was given "{unknown[0]}"{more} {self.role}, which the plan does '
-                "not have: give only what was planned"
-            )
-
-    def note_large(self, tensors: Mapping[int, torch.Tensor]) -> None:
-        """Note a call; in the second one with the same large tensors these get huge pages."""
-        large = [tensors[number] for number in self.large if number in tensors]
-        places = [tensor.data_ptr() for tensor in large]
-        self._times = self._times + 1 if places == self._last_large else 0
-        self._last_large = places
-        if self._times == 1 and are_huge_pages_on_request():
-            for tensor in large:
-                collapse(tensor)
+        self.last_large: list[int] = []
+        self.times = 0
+        """Where these were in the last call, and in how many calls before it in a row."""
 
 
 class AcceptedTensors:
@@ -124,7 +105,6 @@ class AcceptedTensors:
         self._strides = {n: one for n, one in bound.strides.items() if n in numbers}
         self._on_devices = [n for n in bound.on_devices if n in numbers]
         self._devices = {bound.tensors[n].device for n in self._on_devices}
-        self._is_plain = not (self._strides or self._on_devices)
         self._guards = guards.TensorGuards(
             *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
         )
@@ -149,10 +129,9 @@ class AcceptedTensors:
         bound.tensors.update(zip(self._numbers, tensors, strict=True))
         for number, address in zip(self._numbers, places, strict=True):
             addresses[number] = address
-        if not self._is_plain:
-            bound.strides |= self._strides
-            bound.on_devices += self._on_devices
-            bound.devices |= self._devices
+        bound.strides |= self._strides
+        bound.on_devices += self._on_devices
+        bound.devices |= self._devices
         return True
 
 
@@ -194,7 +173,12 @@ class BoundTensors:
             self._sides = (*self._sides, side)
         if side.accepted is not None and side.accepted.bind(self, given):
             return
-        side.check_names(given)
+        if not given.keys() <= side.planned.keys():
+            unknown = [f'"{name}"' for name in given if name not in side.planned]
+            raise TensorError(
+                f"rank {side.rank} was given {and_more(unknown)} {side.role}, which the plan does "
+                "not have: give only what was planned"
+            )
         may_recur = len(given) == len(side.specs) and hasattr(guards, "TensorGuards")
         for local in side.specs:
             number, tensor = local.number, given.get(local.name)
@@ -237,22 +221,21 @@ class BoundTensors:
                 self.devices.add(tensor.device)
 
     def note_repeated(self) -> None:
-        """Other processes read or write these tensors: large ones that recur get huge pages."""
+        """Other processes access these tensors: large ones get huge pages in the second such call
+        in which they are at the same addresses."""
         for side in self._sides:
-            side.note_large(self.tensors)
+            large = [self.tensors[number] for number in side.large if number in self.tensors]
+            places = [tensor.data_ptr() for tensor in large]
+            side.times = side.times + 1 if places == side.last_large else 0
+            side.last_large = places
+            if side.times == 1 and are_huge_pages_on_request():
+                for tensor in large:
+                    collapse(tensor)
 
     def note_written(self, first: int) -> None:
         """Tell autograd that the tensors from this number on change, as in-place operations do."""
         written = [tensor for number, tensor in self.tensors.items() if number >= first]
         torch.autograd.graph.increment_version(written)
-
-    def copy(self) -> BoundTensors:
-        """The same tensors, to which others can be added."""
-        found = BoundTensors(self.staging)
-        found.tensors, found.addresses = self.tensors.copy(), self.addresses.copy()
-        found.strides, found.on_devices = self.strides.copy(), self.on_devices.copy()
-        found.devices = self.devices.copy()
-        return found
 
     @property
     def table(self) -> Ints:
@@ -338,7 +321,6 @@ def _problem(tensor: Any, local: LocalSpec) -> str | None:
 
 
 def _is_freed(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a tensor with elements was freed."""
     return tensor.numel() > 0 and not tensor.untyped_storage().nbytes()
 
 

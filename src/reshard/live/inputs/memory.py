@@ -39,6 +39,8 @@ Tensors = Mapping[int, torch.Tensor]
 def check_overlaps(tensors: Tensors, names: Names, rank: int) -> None:
     """Refuse destinations that overlap one another, a source or themselves."""
     listed, num_have = [*names[0], *names[1]], len(names[0])
+    spans = []
+    """The first byte of each tensor, the one after its last, and its number."""
     for number, tensor in tensors.items():
         plain = tensor.is_cpu and tensor.is_contiguous()
         if number >= num_have and not plain and _overlaps_itself(tensor):
@@ -46,9 +48,6 @@ def check_overlaps(tensors: Tensors, names: Names, rank: int) -> None:
                 f'on rank {rank} elements of the destination "{listed[number]}" overlap one '
                 "another in memory: give memory of its own for every element, as clone() does"
             )
-    spans = []
-    """The first byte of each tensor, the one after its last, and its number."""
-    for number, tensor in tensors.items():
         if tensor.device.type in ("cpu", "cuda") and tensor.numel():
             steps = zip(tensor.shape, tensor.stride(), strict=True)
             length = 1 + sum((size - 1) * stride for size, stride in steps)
@@ -107,18 +106,17 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors have a byte in common; True where that is too hard to compute."""
     if one.is_contiguous() and other.is_contiguous():
         return True
-    arrays = [
+    first, second = (
         array_at(
-            t.data_ptr(),
-            tuple(t.shape),
-            np.dtype(f"V{t.element_size()}"),
-            [stride * t.element_size() for stride in t.stride()],
+            tensor.data_ptr(),
+            tuple(tensor.shape),
+            np.dtype(f"V{tensor.element_size()}"),
+            [stride * tensor.element_size() for stride in tensor.stride()],
         )
-        for t in (one, other)
-    ]
+        for tensor in (one, other)
+    )
     try:
         # Exact, but bounded: the general problem is hard.
-        first, second = arrays
         return bool(np.shares_memory(first, second, max_work=100_000))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
@@ -154,16 +152,15 @@ class Donation:
             end = max(n for n in rows.rounds() if rows.slot.turn(n, 0) is not None)
             for number in program.numbers_of(rows.flow.stack, HAVE).tolist():
                 last[number] = max(last.get(number, 0), end)
-        sources = {n: tensor for n, tensor in tensors.items() if n < program.num_have}
-        ends: dict[int, int] = {}
-        """By the address of a storage: tied tensors are freed after the last round of any."""
-        for number, tensor in sources.items():
-            at = tensor.untyped_storage().data_ptr()
-            ends[at] = max(ends.get(at, 0), last.get(number, 0))
+        tied: dict[int, list[int]] = {}
+        """Sources by the address of their storage: they are freed after the last round of any."""
+        for number, tensor in tensors.items():
+            if number < program.num_have:
+                tied.setdefault(tensor.untyped_storage().data_ptr(), []).append(number)
         self._after: dict[int, list[torch.Tensor]] = {}
-        for tensor in sources.values():
-            end = ends[tensor.untyped_storage().data_ptr()]
-            self._after.setdefault(end, []).append(tensor)
+        for numbers in tied.values():
+            end = max(last.get(number, 0) for number in numbers)
+            self._after.setdefault(end, []).extend(tensors[number] for number in numbers)
 
     def after(self, number: int) -> None:
         """Free what no later round reads; memory shared with tensors not given here stays."""

@@ -25,7 +25,6 @@ __all__ = [
 TRANSPORTS = ("auto", "peer", "shared", "network", "gpu_peer", "nccl")
 GPU_TRANSPORTS = ("gpu_peer", "nccl")
 CHECKS = ("first", "always", "never")
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +77,12 @@ class Options:
         if self.tag is not None:
             Tag.of(self.tag, 0)  # raises if it is no valid tag
 
-    @property
-    def shared(self) -> dict[str, object]:
-        """The options that must be equal on all ranks of a call."""
-        return {"transport": self.transport, "atomic": self.atomic}
 
-    @property
-    def name(self) -> str:
-        """The same as a text."""
-        return f"{self.transport}, atomic" if self.atomic else self.transport
-
-
-_DEFAULT = Options()
 _NAMES = sorted(field.name for field in fields(Options))
 
 
 @lru_cache(maxsize=64)
-def _default_on(device: torch.device | str) -> Options:
+def _default_on(device: torch.device | str | None) -> Options:
     return Options(device=device)
 
 
@@ -103,18 +91,15 @@ def options_from(given: Mapping[str, Any], device: torch.device | str | None = N
     # Looking up a str takes three times as long as bytes.
     variable = os.environb.get(b"RESHARD_TRANSPORT")
     if not given and variable is None:
-        return _DEFAULT if device is None else _default_on(device)
+        return _default_on(device)
     for name in given:
         if name not in _NAMES:
             near = get_close_matches(name, _NAMES, 1)
             hint = f"did you mean {near[0]}=?" if near else f"it takes {', '.join(_NAMES)}"
             raise LiveError(f"a move has no option {name}=: {hint}")
-    options = dict(given)
-    if device is not None:
-        options["device"] = device
-    if variable is not None:
-        options.setdefault("transport", os.fsdecode(variable))
-    return Options(**options)
+    default = {} if variable is None else {"transport": os.fsdecode(variable)}
+    where = {} if device is None else {"device": device}
+    return Options(**{**default, **given, **where})
 
 
 def bind(
@@ -129,8 +114,11 @@ def bind(
     bound = BoundTensors(locals_.staging)
     bound.bind(have, tensors)
     if into is not None:
-        # For an atomic call they are only checked: it writes new tensors and copies at the end.
-        checked = bound.copy() if options.atomic else bound
+        checked = bound
+        if options.atomic:
+            # They are only checked: the call writes new tensors and copies at the end.
+            checked = BoundTensors(locals_.staging)
+            checked.bind(have, tensors)
         checked.bind(want, into)
         places = checked.identity
         if locals_.disjoint != places:
@@ -139,15 +127,14 @@ def bind(
         if not options.atomic:
             bound.result = {n: tensor for n, tensor in into.items() if tensor is not None}
             return bound
-    if bound.is_host and bound.tensors and options.device is None:
-        bound.create(want, CPU)
-    elif options.device is not None or not bound.tensors:
+    if options.device is not None or not bound.tensors:
         bound.create(want, home_device(group, options))
     else:
         # Where the source of the same name is, or else the first source.
         first = next(one for one in tensors.values() if one is not None)
-        on_one = len(bound.devices) == 1 and len(bound.on_devices) == len(bound.tensors)
-        bound.create(want, first.device, None if on_one else tensors)
+        on_host = len(bound.tensors) - len(bound.on_devices)
+        is_mixed = len(bound.devices) + min(on_host, 1) > 1
+        bound.create(want, first.device, tensors if is_mixed else None)
     return bound
 
 

@@ -11,22 +11,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from reshard import errors
-from reshard.errors import (
-    DisagreementError,
-    LiveError,
-    MoveTimeoutError,
-    PeerLostError,
-    ReshardError,
-    TensorError,
-)
+from reshard.errors import LiveError, ReshardError
+from reshard.layout.mesh import format_ranks
+from reshard.text import shorten
 
 __all__ = [
     "MAX_CHARACTERS", "MAX_RANKS", "Abort", "Alive", "CallAheadError", "Calls", "Cause", "Control",
     "Hello", "Ready", "Released", "Retired", "Tag", "Waiting", "compare_codes", "describe_code",
+    "ranks_with",
 ]  # fmt: skip
 
 
@@ -114,10 +111,10 @@ Calls = tuple[tuple[tuple[int, ...], int], ...]
 """Calls by the ranks of their sessions, and their numbers there."""
 
 _ERRORS: dict[str, type[LiveError]] = {
-    "lost": PeerLostError,
-    "late": MoveTimeoutError,
-    "disagree": DisagreementError,
-    "tensor": TensorError,
+    "lost": errors.PeerLostError,
+    "late": errors.MoveTimeoutError,
+    "disagree": errors.DisagreementError,
+    "tensor": errors.TensorError,
 }
 
 
@@ -135,9 +132,7 @@ class Cause:
 
     def to_json(self) -> str:
         """The cause as it is posted and sent, bounded in size."""
-        text = self.text
-        if len(text) > MAX_CHARACTERS:
-            text = text[: MAX_CHARACTERS - 3] + "..."
+        text = shorten(self.text, MAX_CHARACTERS)
         data: dict[str, Any] = {"kind": self.kind, "text": text, "tag": self.tag}
         if 0 < sum(len(ranks) for ranks, _ in self.calls) <= MAX_RANKS:
             data["calls"] = self.calls
@@ -158,8 +153,8 @@ class Cause:
     def of(cls, error: BaseException, rank: int) -> Cause:
         """The cause for an exception on a rank."""
         if isinstance(error, LiveError):
-            kinds = [kind for kind, known in _ERRORS.items() if type(error) is known]
-            return cls(kinds[0] if kinds else "error", str(error))
+            kinds = {known: kind for kind, known in _ERRORS.items()}
+            return cls(kinds.get(type(error), "error"), str(error))
         if isinstance(error, KeyboardInterrupt):
             return cls("error", f"rank {rank} was interrupted")
         if isinstance(error, ReshardError):
@@ -205,20 +200,20 @@ class Tag:
     @classmethod
     def of(cls, tag: object, count: int) -> Tag:
         """The tag of a call; ``count`` calls before it had the same tag."""
-        number = isinstance(tag, int) and not isinstance(tag, bool)
+        is_number = isinstance(tag, int) and not isinstance(tag, bool)
         if isinstance(tag, str):
             if len(tag) > MAX_TAG:
                 raise LiveError(f"tag= has {len(tag)} characters: {MAX_TAG} at most")
             digest = hashlib.blake2b(tag.encode(), digest_size=8).digest()
             value = int.from_bytes(digest, "big") % MAX_NUMBER
-        elif isinstance(tag, int) and number:
+        elif isinstance(tag, int) and is_number:
             if not 0 <= tag < MAX_NUMBER:
                 raise LiveError(f"tag={tag}: a number is at least 0 and less than {MAX_NUMBER}")
             value = tag
         else:
             raise LiveError(f"tag= is a {type(tag).__name__}: give a number or a short text")
-        code = (value * MAX_COUNT + min(count, MAX_COUNT - 1)) * 2 + int(number)
-        return cls(describe_code(code) if number else f'tag "{tag}"' + _nth(count), code)
+        code = (value * MAX_COUNT + min(count, MAX_COUNT - 1)) * 2 + int(is_number)
+        return cls(describe_code(code) if is_number else f'tag "{tag}"' + _nth(count), code)
 
 
 def describe_code(code: int) -> str:
@@ -243,3 +238,13 @@ def compare_codes(one: int, other: int) -> int | None:
     if not (one & 1 and other & 1):
         return None
     return (one > other) - (one < other)
+
+
+def ranks_with(ranks: Collection[int], singular: str, plural: str) -> str:
+    """Ranks and what is said of them, for errors.
+
+    >>> ranks_with([4], "is", "are"), ranks_with({2, 0, 1}, "is", "are")
+    ('rank 4 is', 'ranks 0-2 are')
+    """
+    many = len(ranks) > 1
+    return f"rank{'s' if many else ''} {format_ranks(sorted(ranks))} {plural if many else singular}"

@@ -1,12 +1,12 @@
-"""Connect to the session's store, and the ranks of one host to each other.
+"""Connect the ranks of one host to each other, and serve the session's store.
 
 Two ranks are on one host when they run under one kernel (its boot id) and in one network and IPC
 namespace. Host names prove nothing: containers share them, and clones of a machine have equal ones.
 
 Every rank listens on an abstract unix socket (no file, gone with the process); the higher rank of a
-pair connects to the lower. Each proves that it belongs to the session by the random name of its own
-socket, which is known only through the store; the kernel tells the process id of the peer; and each
-tries to read a number from the other's memory, to find out whether they may access it.
+pair connects to the lower, and proves who it is by the random name of its own socket. The kernel
+tells the process id of the peer, and each tries to read a number from the other's memory, to find
+out whether they may access it. Names and numbers are known only through the store.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,11 @@ from reshard.errors import LiveError, PeerLostError
 from reshard.live.copy.host import allow_access, read_memory
 from reshard.live.program.messages import IovecCall
 from reshard.live.session.shared_memory import AbortFlags, SharedBuffer
-from reshard.live.session.store import TCPStore, Worker
+from reshard.live.session.store import TCPStore
 
 __all__ = [
-    "HostPeer", "Listener", "SilentPeersError", "closed_by", "connect_store", "host_identity",
-    "serve_store",
+    "CONNECT_SECONDS", "HostPeer", "Listener", "connected_store",
+    "host_identity", "is_closed", "serve_store",
 ]  # fmt: skip
 
 BROKEN_PEER = (OSError, ValueError, TypeError, IndexError)
@@ -46,30 +46,22 @@ ACCEPT_SECONDS = 0.25
 """How long to wait for a connection before checking whether the rendezvous has failed."""
 INTRODUCE_SECONDS = 2.0
 """How long a process that connected may take to say which rank it is."""
-CONNECT_SECONDS, CONNECT_AGAIN = 10.0, 0.1
-"""How long a store may take to accept a connection, and seconds between two looks at it."""
+CONNECT_SECONDS = 10.0
+"""How long a store may take to accept a connection."""
 SIOCGIFADDR = 0x8915
 UNIX = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
 DATAGRAM = (socket.AF_INET, socket.SOCK_DGRAM)
 
+Stalled = Callable[[Sequence[int]], Exception]
+
 
 @dataclass(frozen=True, eq=False)
 class HostPeer:
-    """Another rank of this host."""
-
     socket: socket.socket
     pid: int
     direct: bool
     """Whether both ranks may read and write each other's memory."""
     flags: AbortFlags
-
-
-class SilentPeersError(Exception):
-    """These ranks have not answered in time; they may themselves wait for another rank."""
-
-    def __init__(self, peers: Sequence[int]) -> None:
-        super().__init__(f"ranks {list(peers)} are silent")
-        self.peers = peers
 
 
 class Listener:
@@ -83,48 +75,60 @@ class Listener:
         self._listener = socket.socket(*UNIX)
         self._listener.bind("\0" + self.name)
         self._listener.listen(1024)
-        self._probe = ctypes.c_uint64(secrets.randbits(64))
+        self._probe = probe = ctypes.c_uint64(secrets.randbits(64))
+        where = [ctypes.addressof(probe), probe.value]
+        self.announced: dict[str, Any] = {"socket": self.name, "probe": where}
+        """What other ranks of the host need to know to connect."""
         self._watched: dict[int, socket.socket] = {}
         self._sockets: dict[int, socket.socket] = {}
         """Connections that are being made; `close` closes those that failed."""
 
     def connect_all(
         self,
-        names: Mapping[int, str],
+        members: Mapping[int, Mapping[str, Any]],
         seconds: float,
         check: Callable[[], object],
         reach: Callable[[int], object],
+        stalled: Stalled,
     ) -> dict[int, HostPeer]:
-        """Connect to the ranks with these socket names.
+        """Connect to the other ranks of the host, of which ``members`` has the announcements.
 
         ``check`` raises if another rank failed; ``reach`` is called with the number of each step
-        that this rank has reached.
+        that this rank has reached; ``stalled`` makes the error when ranks do not answer in time.
         """
         end, sockets = time.monotonic() + seconds, self._sockets
-        try:
-            for peer in sorted(rank for rank in names if rank < self.rank):
-                with self._blaming(peer):
-                    sockets[peer] = link = socket.socket(*UNIX)
-                    link.settimeout(_left(end))
-                    link.connect("\0" + names[peer])
-                    link.send(json.dumps([self.rank, self.name]).encode())
-            reach(1)
-            while absent := [peer for peer in names if peer > self.rank and peer not in sockets]:
-                check()
-                accepted = self._accept(names)
-                sockets |= accepted
-                if not accepted:
-                    self.check_alive({peer: names[peer] for peer in absent})
-                if time.monotonic() > end:
-                    raise SilentPeersError(absent)
-            reach(2)
-            peers = self._introduce(sockets, end, reach)
-        except BROKEN_PEER as error:
-            if isinstance(error, LiveError):
-                raise
-            missing = sorted(names.keys() - sockets.keys() - {self.rank})
-            whom = " and ".join(f"rank {rank}" for rank in missing) or "one of its host"
-            raise self._lost(whom, error) from None
+        names = {peer: str(one["socket"]) for peer, one in members.items() if peer != self.rank}
+        for peer in sorted(rank for rank in names if rank < self.rank):
+            with self._blaming(peer, stalled):
+                sockets[peer] = link = socket.socket(*UNIX)
+                link.settimeout(_left(end))
+                link.connect("\0" + names[peer])
+                link.send(json.dumps([self.rank, self.name]).encode())
+        reach(1)
+        while absent := [peer for peer in names if peer > self.rank and peer not in sockets]:
+            check()
+            if not self._accept(names):
+                self.check_alive({peer: names[peer] for peer in absent})
+            if time.monotonic() > end:
+                raise stalled(absent)
+        reach(2)
+        probed: dict[int, tuple[int, bool]] = {}
+        # All ranks send before they receive, so that no two wait for each other.
+        for peer, link in sockets.items():
+            with self._blaming(peer, stalled):
+                link.settimeout(_left(end))
+                pid, _ = _credentials(link)
+                readable = _can_read(pid, *map(int, members[peer]["probe"]))
+                socket.send_fds(link, [b"1" if readable else b"0"], [self.flags.page.fd])
+                probed[peer] = pid, readable
+        reach(3)
+        peers = {}
+        for peer, link in sockets.items():
+            with self._blaming(peer, stalled):
+                link.settimeout(_left(end))
+                answer, fds, _, _ = socket.recv_fds(link, 1, 1)
+                flags, (pid, readable) = AbortFlags(SharedBuffer.map(fds[0], 0)), probed[peer]
+                peers[peer] = HostPeer(link, pid, answer == b"1" and readable, flags)
         self._sockets = {}
         return peers
 
@@ -144,7 +148,7 @@ class Listener:
         """
         for peer, name in names.items():
             link = self._watched.get(peer)
-            if link is None or _is_closed(link):
+            if link is None or is_closed(link):
                 if link is not None:
                     link.close()
                 self._watched[peer] = link = socket.socket(*UNIX)
@@ -160,8 +164,8 @@ class Listener:
                         "it to connect"
                     ) from None
 
-    def _accept(self, names: Mapping[int, str]) -> dict[int, socket.socket]:
-        """Accept one connection, of a rank that sends the name of its own socket; {} if none comes.
+    def _accept(self, names: Mapping[int, str]) -> bool:
+        """Accept one connection, of a rank that sends the name of its own socket, if one comes.
 
         Other processes are rejected: those of another user at once, silent ones after a while.
         """
@@ -169,70 +173,34 @@ class Listener:
         try:
             link, _ = self._listener.accept()
         except TimeoutError:
-            return {}
-        try:
+            return False
+        except OSError as error:
+            raise LiveError(f"rank {self.rank} cannot accept connections: {error}") from None
+        with contextlib.suppress(*BROKEN_PEER):
             link.settimeout(INTRODUCE_SECONDS)
             if _credentials(link)[1] == os.getuid():
                 peer, name = json.loads(link.recv(MAX_INTRODUCTION))
                 if isinstance(peer, int) and peer > self.rank and names.get(peer) == name:
-                    return {peer: link}
-        except (OSError, ValueError, TypeError):
-            pass
+                    self._sockets[peer] = link
+                    return True
         link.close()
-        return {}
-
-    def _introduce(
-        self, sockets: Mapping[int, socket.socket], end: float, reach: Callable[[int], object]
-    ) -> dict[int, HostPeer]:
-        """Exchange abort flags and the addresses of a number, and try to read the peers' numbers.
-
-        All ranks send before they receive, so that no two wait for each other.
-        """
-        ours = json.dumps([ctypes.addressof(self._probe), self._probe.value]).encode()
-        for peer, link in sockets.items():
-            with self._blaming(peer):
-                link.settimeout(_left(end))
-                socket.send_fds(link, [ours], [self.flags.page.fd])
-        probed: dict[int, tuple[int, bool, AbortFlags]] = {}
-        for peer, link in sockets.items():
-            with self._blaming(peer):
-                link.settimeout(_left(end))
-                theirs, fds, _, _ = socket.recv_fds(link, MAX_INTRODUCTION, 1)
-                flags, pid = AbortFlags(SharedBuffer.map(fds[0], 0)), _credentials(link)[0]
-                address, value = json.loads(theirs)
-                readable = _can_read(pid, int(address), int(value))
-                link.send(b"1" if readable else b"0")
-                probed[peer] = pid, readable, flags
-        reach(3)
-        peers = {}
-        for peer, link in sockets.items():
-            with self._blaming(peer):
-                link.settimeout(_left(end))
-                pid, readable, flags = probed[peer]
-                peers[peer] = HostPeer(link, pid, link.recv(1) == b"1" and readable, flags)
-        return peers
+        return False
 
     @contextlib.contextmanager
-    def _blaming(self, peer: int) -> Iterator[None]:
+    def _blaming(self, peer: int, stalled: Stalled) -> Iterator[None]:
         """Report errors inside the block as errors of this peer; silence may have other causes."""
         try:
             yield
         except TimeoutError:
-            raise SilentPeersError([peer]) from None
+            raise stalled([peer]) from None
         except BROKEN_PEER as error:
-            raise self._lost(f"rank {peer}", error) from None
-
-    def _lost(self, whom: str, error: Exception) -> PeerLostError:
-        waits = f"rank {self.rank} waits to connect to it"
-        return PeerLostError(f"{whom} is gone or broken ({error}) and {waits}")
-
-
-def closed_by(peers: Mapping[int, HostPeer]) -> list[int]:
-    """The ranks of this host that have closed their sockets, because their process ended."""
-    return [rank for rank, peer in peers.items() if _is_closed(peer.socket)]
+            raise PeerLostError(
+                f"rank {peer} is gone or broken ({error}) and rank {self.rank} waits to connect "
+                "to it"
+            ) from None
 
 
-def _is_closed(link: socket.socket) -> bool:
+def is_closed(link: socket.socket) -> bool:
     """Whether the peer of a socket has closed it; consumes no data."""
     try:
         return not link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -248,9 +216,9 @@ def _left(end: float) -> float:
 
 def _credentials(link: socket.socket) -> tuple[int, int]:
     """The process id and the user id of a socket's peer, from the kernel."""
-    form = struct.Struct("3i")
-    pid, user, _ = form.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, form.size))
-    return int(pid), int(user)
+    found = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, user, _ = struct.unpack("3i", found)
+    return pid, user
 
 
 def _can_read(pid: int, address: int, value: int) -> bool:
@@ -288,42 +256,7 @@ def serve_store() -> tuple[TCPStore, dict[str, Any]]:
     return store, {"port": port, "addresses": _addresses()}
 
 
-def connect_store(
-    hosts: Sequence[str],
-    port: int,
-    seconds: float,
-    check: Callable[[], object],
-    describe: Callable[[str], str],
-) -> TCPStore:
-    """Connect to a session's store at the first address that answers.
-
-    ``check`` raises if another rank has failed; ``describe`` makes the text of the error.
-    """
-    end, worker = time.monotonic() + seconds, Worker()
-    try:
-        while True:
-            limit = min(max(end - time.monotonic(), 1.0), CONNECT_SECONDS) / len(hosts)
-            errors: list[str] = []
-            for host in hosts:
-                # torch waits without a limit for the first answer of a process that is stopped.
-                task = worker.submit(partial(_connected_store, host, port, limit))
-                while not task.wait(CONNECT_AGAIN) and time.monotonic() < end:
-                    check()
-                if not task.done:
-                    errors.append(f"{host} port {port}: no answer within {seconds:g} s")
-                elif isinstance(task.error, OSError | RuntimeError):
-                    errors.append(f"{host} port {port}: {str(task.error).splitlines()[0]}")
-                else:
-                    return task.result()
-            check()
-            if time.monotonic() > end:
-                raise PeerLostError(describe("; ".join(errors)))
-            time.sleep(CONNECT_AGAIN)
-    finally:
-        worker.end()
-
-
-def _connected_store(host: str, port: int, seconds: float) -> TCPStore:
+def connected_store(host: str, port: int, seconds: float) -> TCPStore:
     # torch takes up to three times its timeout, and logs pages about it, so a probe comes first.
     # socket.create_connection would import the codec of host names, which takes longer.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:

@@ -49,6 +49,7 @@ _FIELDS: dict[type, str] = {
 """The fields of each kind in their order; some have a text as their last field."""
 _HEADS = {kind: struct.pack("<4sI", _MAGIC, n) for n, kind in enumerate(_FIELDS, 1)}
 _PACKED = {kind: struct.Struct("<8s" + fields) for kind, fields in _FIELDS.items()}
+_KINDS: dict[bytes, tuple[Any, struct.Struct]]
 _KINDS = {head: (kind, struct.Struct("<8x" + _FIELDS[kind])) for kind, head in _HEADS.items()}
 _WITH_TEXT: set[type] = {Abort, Waiting}
 
@@ -84,16 +85,15 @@ def encode(message: Control) -> bytes:
 
 def decode(data: bytes) -> Control | None:
     """Decode a message; None for bytes that ``encode`` did not write."""
-    found = _KINDS.get(data[:8])
-    if found is None:
+    if data[:8] not in _KINDS:
         return None
-    kind, form = found
-    size, message = form.size, cast(Any, kind)
-    if len(data) == size and kind not in _WITH_TEXT:
-        return cast(Control, tuple.__new__(message, form.unpack(data)))
-    if kind not in _WITH_TEXT or not size <= len(data) <= MAX_MESSAGE:
+    kind, form = _KINDS[data[:8]]
+    if kind not in _WITH_TEXT:
+        whole = len(data) == form.size
+        return cast(Control, tuple.__new__(kind, form.unpack(data))) if whole else None
+    if not form.size <= len(data) <= MAX_MESSAGE:
         return None
-    return cast(Control, message(*form.unpack_from(data), data[size:]))
+    return cast(Control, kind(*form.unpack_from(data), data[form.size :]))
 
 
 class Inbox:
@@ -116,10 +116,7 @@ class Inbox:
         """Shared buffers with messages of the call, by peer and number."""
 
     def put(self, peer: int, message: Any) -> None:
-        """Add a message."""
         kind = type(message)
-        if kind is not Waiting or not message.text:  # a rank that waits does not work
-            self.heard[peer] = time.monotonic()
         if kind is Hello:
             self.hellos[peer] = message
             if message.eager:
@@ -132,6 +129,9 @@ class Inbox:
             self.abort = message
         elif kind is Waiting:
             self.waiting[peer] = message.text
+            if message.text:
+                return  # a rank that waits does not work
+        self.heard[peer] = time.monotonic()
 
     def address_of(self, peer: int, number: int, size: int) -> int:
         """The address of the staged part of a peer's message, which has this size."""
@@ -170,12 +170,11 @@ class Mailbox:
         self.waiting: dict[int, bytes] = {}
         """The last `Waiting` text of each peer in a call that is over here."""
         self._polling = OwnedLock()
-        self._sleepers: list[_thread.LockType] = []
+        self._sleepers: dict[_thread.LockType, None] = {}
         """Threads that wait while another thread polls."""
-        self._raw: dict[int, deque[tuple[bytes, list[tuple[int, int, bytes]], int, object]]]
-        self._raw = {peer: deque() for peer in self.sockets}
-        """Messages received from each peer that are not in an inbox yet."""
-        self._unfiled = False
+        self._received: deque[tuple[int, tuple[bytes, list[tuple[int, int, bytes]], int, object]]]
+        self._received = deque()
+        """Peers, and messages of theirs that are not in an inbox yet."""
         self._lock = OwnedLock()
         self._peers = {link.fileno(): peer for peer, link in self.sockets.items()}
         self._poll = select.poll()
@@ -186,7 +185,6 @@ class Mailbox:
         self._poll.register(self._wake, select.POLLIN)
 
     def open(self, call: int) -> Inbox:
-        """Open the inbox of a call that begins."""
         self._next_call = max(self._next_call, call + 1)
         return self._inboxes.get(call) or self._inboxes.setdefault(call, Inbox())
 
@@ -199,15 +197,11 @@ class Mailbox:
             closed = self._inboxes.pop(call, None)
             if closed is not None:
                 self.waiting |= closed.waiting
-            if call < self.num_finished:
-                return  # closed before, or before the ranks were connected
-            if call == self.num_finished and not self._over:
-                self.num_finished = call + 1  # the usual case: one call after the other
-                return
-            self._over.add(call)
+            if call >= self.num_finished:  # else closed before, or before the ranks were connected
+                self._over.add(call)
             while self.num_finished in self._over:
-                self._over.remove(self.num_finished)
                 self.num_finished += 1
+                self._over.discard(self.num_finished - 1)
 
     def has_read(self, peer: int, call: int) -> bool:
         """Whether a peer has finished a call, and reads no message of it any more."""
@@ -246,15 +240,13 @@ class Mailbox:
         """Wait for messages, up to a limit, and receive all that have arrived.
 
         All, because the last message of a peer may be an Abort. A signal handler may raise between
-        any two bytecodes here, so `recvmsg` and the append to `_raw` are one call of C.
+        any two bytecodes here, so `recvmsg` and the append to `_received` are one call of C.
         """
         if not self._polling.try_acquire():
             self._sleep(seconds)
             return
         try:
-            if self._unfiled:
-                self._file_all()
-                self._unfiled = False
+            self._file_received()  # what an exception has left there
             events = self._poll.poll(seconds * 1000)
             while events:
                 for fd, event in events:
@@ -269,12 +261,11 @@ class Mailbox:
         """Wait until the thread that polls has received a message."""
         lock = _thread.allocate_lock()
         lock.acquire()
-        self._sleepers.append(lock)
+        self._sleepers[lock] = None
         try:
             lock.acquire(timeout=seconds)
         finally:
-            with contextlib.suppress(ValueError):
-                self._sleepers.remove(lock)
+            self._sleepers.pop(lock, None)
 
     def _wake_sleepers(self) -> None:
         for lock in tuple(self._sleepers):
@@ -298,31 +289,27 @@ class Mailbox:
             return
         # One message each time: a receive without a message costs as much as one with, and the
         # next poll asks for all peers together.
-        self._unfiled = True
+        receive = map(self.sockets[peer].recvmsg, _SIZE, _FD_BYTES)
         try:
-            self._raw[peer].extend(map(self.sockets[peer].recvmsg, _SIZE, _FD_BYTES))
+            self._received.extend(zip((peer,), receive, strict=True))
         except (BlockingIOError, ConnectionResetError):
             return  # after a reset, messages sent before it can still be read
         except OSError:
             self._lose(peer)
             return
-        self._file_all(peer)
-        self._unfiled = False
+        self._file_received()
 
-    def _file_all(self, peer: int | None = None) -> None:
-        """File the messages in `_raw`, also those that an earlier exception has left there."""
-        for one in self._raw if peer is None else (peer,):
-            raw = self._raw[one]
-            while raw:
-                data, extra, _, _ = raw[0]
-                fds = _fds(extra) if extra else []
-                if data:
-                    self._file(one, data, fds)
-                else:
-                    self._lose(one)
-                raw.popleft()
-                for fd in fds:
-                    os.close(fd)
+    def _file_received(self) -> None:
+        while self._received:
+            peer, (data, extra, _, _) = self._received[0]
+            fds = _fds(extra) if extra else []
+            if data:
+                self._file(peer, data, fds)
+            else:
+                self._lose(peer)
+            self._received.popleft()
+            for fd in fds:
+                os.close(fd)
 
     def _file(self, peer: int, data: bytes, fds: list[int]) -> None:
         message: Any = decode(data)
@@ -330,9 +317,14 @@ class Mailbox:
             self._lose(peer)
             return
         kind, number = type(message), getattr(message, "buffer", 0)
-        if fds and not self._map(peer, number, fds):
-            self._lose(peer)
-            return
+        # A message that is filed twice, because of an exception, maps its buffer once: a thread may
+        # read the buffer by then. So numbers are not used twice, and descriptors stay open so long.
+        if fds and (peer, number) not in self.buffers:
+            try:
+                self.buffers[peer, number] = SharedBuffer.map(os.dup(fds[0]), number)
+            except (OSError, ValueError):
+                self._lose(peer)
+                return
         if kind is Retired:
             self.buffers.pop((peer, number), None)
             return
@@ -341,8 +333,7 @@ class Mailbox:
         inbox, call = self._inboxes.get(message.call), message.call
         if inbox is None:
             with self._lock:
-                if call >= self.num_finished and call not in self._over:
-                    # The call is not over: it has not begun here.
+                if call >= self.num_finished and call not in self._over:  # it has not begun here
                     inbox = self._inboxes.setdefault(call, Inbox())
         if inbox is not None:
             buffer = self.buffers.get((peer, number)) if number else None
@@ -351,20 +342,6 @@ class Mailbox:
             inbox.put(peer, message)
         elif kind is Waiting:
             self.waiting[peer] = message.text
-
-    def _map(self, peer: int, number: int, fds: list[int]) -> bool:
-        """Map the shared buffer that came with a message; whether that was possible.
-
-        The descriptors stay open until the message is filed, because an exception of a signal
-        handler may cause it to be filed again. A thread may read the buffer by then, so it is not
-        mapped again: numbers are not used twice.
-        """
-        try:
-            if (peer, number) not in self.buffers:
-                self.buffers[peer, number] = SharedBuffer.map(os.dup(fds[0]), number)
-        except (OSError, ValueError):
-            return False
-        return True
 
     def _lose(self, peer: int) -> None:
         if peer in self.lost:
@@ -375,7 +352,6 @@ class Mailbox:
         self.sockets[peer].close()
 
     def shut(self) -> None:
-        """Close every socket and unmap every buffer."""
         for peer in list(self.sockets):
             self._lose(peer)
         self.buffers.clear()
@@ -383,7 +359,6 @@ class Mailbox:
 
 
 def _fds(extra: list[tuple[int, int, bytes]]) -> list[int]:
-    """The descriptors that came with a message."""
     fds = array("i")
     for level, kind, data in extra:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

@@ -17,20 +17,21 @@ import contextlib
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
 from reshard.errors import MoveTimeoutError, PeerLostError, ReshardError
 from reshard.layout.mesh import format_ranks
-from reshard.live.session.control import Calls, Cause, Retired
+from reshard.live.session.control import Calls, Cause, Retired, ranks_with
 from reshard.live.session.listener import (
+    CONNECT_SECONDS,
     HostPeer,
     Listener,
-    SilentPeersError,
-    closed_by,
-    connect_store,
+    connected_store,
     host_identity,
+    is_closed,
     serve_store,
 )
 from reshard.live.session.mailbox import Mailbox
@@ -43,9 +44,11 @@ from reshard.live.session.store import (
     StoreGoneError,
     TCPStore,
     UndecidedError,
+    Worker,
     poll_until,
 )
 from reshard.live.session.wait_graph import Member, WaitGraph
+from reshard.text import first_line
 
 __all__ = ["CONNECTED", "Connections", "Rendezvous", "Resource", "decide"]
 
@@ -53,7 +56,7 @@ CONNECTED = "connected"
 """The outcome of a rendezvous that succeeded."""
 
 LOOK_EVERY = 0.1
-"""Seconds between two checks for ranks that have exited."""
+"""Seconds between two checks for ranks that have exited, and two looks at the store."""
 
 _failed_stores: deque[TCPStore] = deque(maxlen=4)
 """Stores of sessions that failed to connect: other ranks may still wait for an answer of them."""
@@ -98,18 +101,15 @@ class Connections:
     def __post_init__(self) -> None:
         sockets = {rank: peer.socket for rank, peer in self.peers.items()}
         self.mailbox = Mailbox(sockets, self.first_call)
-        leader, lost = self.leader, self.mailbox.lost
+        self.leader = leader = self.ranks[0]
+        """The rank that serves the store."""
+        lost = self.mailbox.lost
         self.client.has_ended = lambda: leader in lost
         self.buffers = BufferPool(self._retire, self.mailbox.has_read)
         self.direct = frozenset(rank for rank, peer in self.peers.items() if peer.direct)
         """The peers that read and write this rank's memory, and it theirs."""
         self.spans_hosts = len(set(self.hosts.values())) > 1
         self._resources: dict[object, Resource] = {}
-
-    @property
-    def leader(self) -> int:
-        """The rank that serves the store."""
-        return self.ranks[0]
 
     def resource(self, make: Callable[[Connections], R]) -> R:
         """A transport's resource for this session, made at its first use."""
@@ -123,7 +123,6 @@ class Connections:
         return cast("R | None", self._resources.get(make))
 
     def release(self) -> None:
-        """Free all buffers that are kept for the next call."""
         self.buffers.release()
         for resource in tuple(self._resources.values()):
             resource.release()
@@ -147,13 +146,11 @@ class Connections:
         buffer.close()
 
     def end_threads(self) -> None:
-        """End all threads that wait for work."""
         for resource in tuple(self._resources.values()):
             resource.end_threads()
         self.client.close()
 
     def close(self) -> None:
-        """Close sockets and free memory."""
         for resource in tuple(self._resources.values()):
             resource.close()
         self.mailbox.shut()
@@ -180,6 +177,7 @@ class Rendezvous:
         """This rank's connections; whether all ranks are connected is decided in the store."""
         self.skipped: Calls = ()
         """Calls that fail together with this one, because ranks wait in different sessions."""
+        self._key = partial(session.key, number)
         self._own_store: TCPStore | None = None
         self._client: StoreClient | None = None
         self._waits: WaitGraph | None = None
@@ -239,45 +237,57 @@ class Rendezvous:
         self.store.close()
 
     def _connect(self) -> Connections:
-        listener, members = self.listener, self._await_all()
+        members = self._await_all()
         hosts = {rank: str(member["host"]) for rank, member in members.items()}
-        served = members[self.leader]["store"]
-        near = hosts[self.leader] == hosts[self.rank]
-        store = self._own_store = self._own_store or connect_store(
-            ["127.0.0.1"] if near else list(served["addresses"]),
-            int(served["port"]),
-            self.timeout,
-            self._check_outcome,
-            self._no_store,
-        )
+        store = self._own_store = self._own_store or self._reach_store(members)
         client = self._client = StoreClient(store, self.leader, self.timeout)
-        here = [rank for rank in self.ranks if hosts[rank] == hosts[self.rank]]
-        names = {rank: str(members[rank]["socket"]) for rank in here}
-        try:
-            peers = listener.connect_all(names, self.timeout, self._check_outcome, self._reach)
-        except SilentPeersError as error:
-            raise MoveTimeoutError(self._stalled(error.peers)) from None
+        here = {rank: one for rank, one in members.items() if hosts[rank] == hosts[self.rank]}
+        listener, check = self.listener, self._check_outcome
+        peers = listener.connect_all(here, self.timeout, check, self._reach, self._stalled)
         self.candidate = candidate = Connections(
             self.rank, self.ranks, store, client, hosts, listener.flags, peers, self.number
         )
         self._conclude(candidate)
         return candidate
 
-    def _no_store(self, errors: str) -> str:
-        return (
-            f"rank {self.rank} cannot reach the store that rank {self.leader} serves for "
-            f"{self.what} ({errors}): if rank {self.leader} lives, name the network interface that "
-            f"the hosts share in GLOO_SOCKET_IFNAME ({self._status})"
-        )
+    def _reach_store(self, members: Mapping[int, Mapping[str, Any]]) -> TCPStore:
+        """Connect to the session's store at the first address that answers."""
+        leader = members[self.leader]
+        near, port = leader["host"] == members[self.rank]["host"], int(leader["store"]["port"])
+        hosts = ["127.0.0.1"] if near else list(leader["store"]["addresses"])
+        end, worker = time.monotonic() + self.timeout, Worker()
+        try:
+            while True:
+                limit = min(max(end - time.monotonic(), 1.0), CONNECT_SECONDS) / len(hosts)
+                errors: list[str] = []
+                for host in hosts:
+                    # torch waits without a limit for the first answer of a process that is stopped.
+                    task = worker.submit(partial(connected_store, host, port, limit))
+                    while not task.wait(LOOK_EVERY) and time.monotonic() < end:
+                        self._check_outcome()
+                    if not task.done:
+                        errors.append(f"{host} port {port}: no answer within {self.timeout:g} s")
+                    elif isinstance(task.error, OSError | RuntimeError):
+                        errors.append(f"{host} port {port}: {first_line(task.error)}")
+                    else:
+                        return task.result()
+                self._check_outcome()
+                if time.monotonic() > end:
+                    raise PeerLostError(
+                        f"rank {self.rank} cannot reach the store that rank {self.leader} serves "
+                        f"for {self.what} ({'; '.join(errors)}): if rank {self.leader} lives, name "
+                        "the network interface that the hosts share in GLOO_SOCKET_IFNAME "
+                        f"({self._status})"
+                    )
+                time.sleep(LOOK_EVERY)
+        finally:
+            worker.end()
 
     def _announce(self) -> None:
-        about: dict[str, Any] = {"host": host_identity(), "socket": self.listener.name}
+        about = {"host": host_identity(), **self.listener.announced}
         if self.rank == self.leader:
             self._own_store, about["store"] = serve_store()
         self.store.set(self._key(f"member/{self.rank}"), json.dumps(about))
-
-    def _key(self, what: str) -> str:
-        return self.session.key(self.number, what)
 
     def _await_all(self) -> dict[int, dict[str, Any]]:
         """Wait for the announcements of all ranks; a rank of this host that exits is noticed."""
@@ -291,7 +301,13 @@ class Rendezvous:
             if not absent:
                 break
             if not in_time:
-                raise MoveTimeoutError(self._not_called(absent))
+                them = "them" if len(absent) > 1 else "it"
+                raise MoveTimeoutError(
+                    f"{ranks_with(absent, 'has', 'have')} not called within {self.timeout:g} s and "
+                    f"rank {self.rank} waits for {them} to begin {self.what}: every rank of the "
+                    "two layouts calls a move; if only late, give a longer timeout= "
+                    f"({self._status})"
+                )
             if time.monotonic() - self._looked > LOOK_EVERY:
                 self._check_outcome()
                 if self._waits is None:
@@ -308,20 +324,11 @@ class Rendezvous:
                 self._looked = time.monotonic()
         return members
 
-    def _not_called(self, absent: Sequence[int]) -> str:
-        one = len(absent) == 1
-        who = f"rank {absent[0]} has" if one else f"ranks {format_ranks(absent)} have"
-        return (
-            f"{who} not called within {self.timeout:g} s and rank {self.rank} waits for "
-            f"{'it' if one else 'them'} to begin {self.what}: every rank of the two layouts calls "
-            f"a move; if only late, give a longer timeout= ({self._status})"
-        )
-
     def _reach(self, step: int) -> None:
         """Post how far this rank has come with connecting."""
         self.store.set(self._key(f"step/{self.rank}"), str(step))
 
-    def _stalled(self, awaited: Collection[int]) -> str:
+    def _stalled(self, awaited: Collection[int]) -> MoveTimeoutError:
         """Name the rank that holds up all others: of those that have come least far with
         connecting, one that this rank waits for, if it waits for one of them."""
         keys = {rank: self._key(f"step/{rank}") for rank in self.ranks if rank != self.rank}
@@ -334,7 +341,7 @@ class Rendezvous:
         last = [rank for rank, step in steps.items() if step == min(steps.values())]
         last = [rank for rank in last if rank in awaited] or last
         who = f"rank {last[0]} has" if len(last) == 1 else f"one of ranks {format_ranks(last)} has"
-        return (
+        return MoveTimeoutError(
             f"{who} stopped answering within {self.timeout:g} s and rank {self.rank} waits for it "
             f"to connect for {self.what} ({self._status})"
         )
@@ -356,11 +363,11 @@ class Rendezvous:
         for in_time in poll_until(self.timeout):
             if self._check_outcome():
                 break
-            exited = closed_by(candidate.peers)
+            exited = [rank for rank, peer in candidate.peers.items() if is_closed(peer.socket)]
             if exited:
                 raise PeerLostError(f"rank {exited[0]} is gone (its process ended)")
             if not in_time:
-                raise MoveTimeoutError(self._stalled(self.ranks))
+                raise self._stalled(self.ranks)
         if self.rank == self.leader:
             with contextlib.suppress(PeerLostError, StoreGoneError):  # connected all the same
                 self.store.request(forget, min(REQUEST_SECONDS, self.timeout / 2))

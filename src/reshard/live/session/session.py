@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import _thread
 import contextlib
-import hashlib
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 
@@ -24,10 +24,11 @@ from reshard.live.session.control import Calls, Cause, Tag
 from reshard.live.session.mailbox import MAX_AHEAD
 from reshard.live.session.rendezvous import CONNECTED, Connections, Rendezvous, decide
 from reshard.live.session.store import OwnedLock, Store, UndecidedError, Worker, own_connection
+from reshard.live.session.wait_graph import Member
 from reshard.text import count, log
 
 __all__ = [
-    "Session", "Ticket", "all_connections", "is_inherited", "leave_in_child", "open_tickets",
+    "Key", "Session", "Ticket", "all_connections", "is_inherited", "open_tickets",
     "session_of", "sessions",
 ]  # fmt: skip
 
@@ -37,8 +38,8 @@ TURN_PAUSE = 0.002
 open_tickets: dict[Ticket, None] = {}
 """The calls of this process that are not over, in the order in which they began."""
 
-Key = tuple[bytes, str]
-"""The digest of a plan, and the options that all ranks must share."""
+Key = tuple[bytes, str, bool]
+"""The digest of a plan, and the options that all ranks must share: transport, atomic."""
 
 
 class Ticket:
@@ -53,11 +54,11 @@ class Ticket:
     """Frees the resources of an interrupted call, after the other ranks know of it."""
     over = False
     abandoned = False
-    """Whether an exception has interrupted the call, and it is being ended."""
+    """Whether an exception has interrupted the call, and the cleanup thread ends it."""
     in_thread = False
     """Whether a thread of reshard makes the call, which closes it when it learns of an abort."""
-    entered = left = False
-    """Whether its thread has entered the call; was found outside before the call was over."""
+    entered = False
+    """Whether its thread has entered the call."""
     enqueues = True
     """Whether the call may still enqueue GPU work, as far as is known."""
 
@@ -85,15 +86,13 @@ class Ticket:
         self.undo = self.watch = self.ranks = None
 
 
-class Session:
+class Session(Member):
     """A set of ranks of one process group; the first call that needs it connects them."""
 
     def __init__(self, store: Store, rank: int, ranks: tuple[int, ...], group: Sessions) -> None:
-        self.rank, self.ranks = rank, ranks
+        super().__init__(store, rank, ranks)
         self._group = group
         """All sessions of the process group."""
-        self.group_store = store
-        self._prefix = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
         self.connections: Connections | None = None
         self._rendezvous: Rendezvous | None = None
         """The attempt to connect that is under way."""
@@ -112,10 +111,6 @@ class Session:
         self._tags: dict[object, int] = {}
         """The latest tag, and the number of calls with it."""
 
-    def key(self, call: int, what: str) -> str:
-        """A key of this session in the store of the process group."""
-        return f"reshard/{self._prefix}/{call}/{what}"
-
     def begin(self, ticket: Ticket, tag: object = None) -> int:
         """Give a call its number."""
         with self.lock:
@@ -132,11 +127,8 @@ class Session:
 
     def close_call(self, number: int) -> None:
         """End a call that has exchanged nothing."""
-        if self.connections is not None:
-            self.connections.mailbox.close(number)
-            return
         self._closed_early.add(number)
-        if self.connections is not None:  # another thread has connected the ranks just now
+        if self.connections is not None:  # maybe since just now, by another thread
             self._connected(self.connections)
 
     def _connected(self, connections: Connections) -> Connections:
@@ -156,12 +148,10 @@ class Session:
             return True
 
     def is_comparing(self, key: Key) -> bool:
-        """Whether a call in flight compares a plan."""
         ticket = self._comparing.get(key)
         return ticket is not None and not ticket.over
 
     def has_compared(self, key: Key) -> None:
-        """Record that a plan is the same on all ranks."""
         self.agreed.add(key)
         self._comparing.pop(key, None)
 
@@ -175,8 +165,8 @@ class Session:
 
     def _calls_before(self, ticket: Ticket) -> list[Ticket]:
         """The calls of this session with lower numbers that are not over."""
-        still = tuple(open_tickets)
-        return [one for one in still if one.session is self and 0 <= one.number < ticket.number]
+        open_ = tuple(open_tickets)
+        return [one for one in open_ if one.session is self and 0 <= one.number < ticket.number]
 
     def number_of(self, ticket: Ticket) -> int:
         """The number of an interrupted call, taken now if the exception came before that."""
@@ -187,22 +177,24 @@ class Session:
             return ticket.number
 
     def skip_calls(self, calls: Calls) -> None:
-        """Skip calls that failed because ranks waited in different sessions."""
-        for ranks, call in calls:
-            if self.rank in ranks:
-                _registered(self._group, self.group_store, self.rank, ranks)._skip(call)
+        """Skip calls that failed because ranks waited in different sessions, also of others.
 
-    def _skip(self, call: int) -> None:
-        """Use the numbers up to a call that other ranks gave up and this one may never make."""
-        with self.lock:
-            if call > self.next_number + MAX_AHEAD:
-                return  # no rank can be that far ahead: the peer is broken
-            skipped = range(self.next_number, call + 1)
-            self.next_number = max(self.next_number, call + 1)
-        if self.connections is not None:
-            for number in skipped:
-                self.connections.mailbox.open(number)
-                self.connections.mailbox.close(number)
+        Their numbers are used: other ranks gave them up, and this one may never make them.
+        """
+        for ranks, call in calls:
+            if self.rank not in ranks:
+                continue
+            made = Session(self.group_store, self.rank, ranks, self._group)
+            session = self._group.setdefault(ranks, made)
+            with session.lock:
+                if call > session.next_number + MAX_AHEAD:
+                    continue  # no rank can be that far ahead: the peer is broken
+                skipped = range(session.next_number, call + 1)
+                session.next_number = max(session.next_number, call + 1)
+            if session.connections is not None:
+                for number in skipped:
+                    session.connections.mailbox.open(number)
+                    session.connections.mailbox.close(number)
 
     def advance(self, ticket: Ticket) -> bool:
         """Give a call the next number, unless a later call has it; whether that was possible."""
@@ -260,25 +252,9 @@ class Session:
 Sessions = dict[tuple[int, ...], Session]
 _sessions: weakref.WeakKeyDictionary[dist.ProcessGroup, Sessions] = weakref.WeakKeyDictionary()
 _registering = OwnedLock()
-
-
 _inherited: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Session]]
 _inherited = weakref.WeakKeyDictionary()
 """Process groups, and their sessions, that belong to the process which forked this one."""
-
-
-def _refuse_in_child() -> NoReturn:
-    raise LiveError(
-        "this process was forked from a rank and shares its connections, so it is no rank itself: "
-        "call in the parent, or start the process by spawn and let it join a group"
-    )
-
-
-class _LockOfParent(OwnedLock):
-    """The lock of an inherited session: every call takes a number first, and raises here."""
-
-    def __enter__(self) -> None:
-        _refuse_in_child()
 
 
 def is_inherited(group: dist.ProcessGroup) -> bool:
@@ -286,7 +262,7 @@ def is_inherited(group: dist.ProcessGroup) -> bool:
     return group in _inherited
 
 
-def leave_in_child() -> None:
+def _leave_in_child() -> None:
     """In a forked process: close the sockets, so that peers notice when the parent ends.
 
     Calls raise here. On connections that two processes share, their messages would be mixed up.
@@ -295,7 +271,6 @@ def leave_in_child() -> None:
     for group in {*_sessions, *getattr(world, "pg_map", ())}:
         of_group = _sessions.get(group, {})
         for session in of_group.values():
-            session.lock = _LockOfParent()
             if session.connections is not None:
                 for link in session.connections.mailbox.sockets.values():
                     link.close()  # without locks, whose holders do not exist here
@@ -304,14 +279,19 @@ def leave_in_child() -> None:
     open_tickets.clear()
 
 
+os.register_at_fork(after_in_child=_leave_in_child)
+
+
 def session_of(group: dist.ProcessGroup, ranks: Sequence[int]) -> Session:
     """The session of these ranks; it connects them only when a call needs that."""
-    of_group = _sessions.get(group)
-    session = None if of_group is None else of_group.get(tuple(ranks))
+    session = _sessions.get(group, {}).get(tuple(ranks))
     if session is not None:
         return session
     if is_inherited(group):
-        _refuse_in_child()
+        raise LiveError(
+            "this process was forked from a rank and shares its connections, so it is no rank "
+            "itself: call in the parent, or start the process by spawn and let it join a group"
+        )
     members = dist.get_process_group_ranks(group)
     outside = sorted(set(ranks) - set(members))
     if outside:
@@ -324,15 +304,9 @@ def session_of(group: dist.ProcessGroup, ranks: Sequence[int]) -> Session:
         if of_group is None:
             of_group = _sessions[group] = {}
             weakref.finalize(group, _close_all, of_group).atexit = False
-    store, ordered = group.get_group_store(), tuple(sorted(ranks))
-    return _registered(of_group, store, dist.get_rank(), ordered)
-
-
-def _registered(of_group: Sessions, store: Store, rank: int, ranks: tuple[int, ...]) -> Session:
-    with _registering:
-        if ranks not in of_group:
-            of_group[ranks] = Session(store, rank, ranks, of_group)
-        return of_group[ranks]
+    ordered = tuple(sorted(ranks))
+    made = Session(group.get_group_store(), dist.get_rank(), ordered, of_group)
+    return of_group.setdefault(ordered, made)
 
 
 def sessions(group: dist.ProcessGroup | None = None) -> list[Session]:
@@ -342,7 +316,7 @@ def sessions(group: dist.ProcessGroup | None = None) -> list[Session]:
 
 
 def all_connections(group: dist.ProcessGroup | None = None) -> list[Connections]:
-    """The connections of all sessions that are connected."""
+    """The connections of these sessions, where their ranks are connected."""
     return [one.connections for one in sessions(group) if one.connections is not None]
 
 

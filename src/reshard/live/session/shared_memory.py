@@ -28,7 +28,6 @@ __all__ = [
 ]  # fmt: skip
 
 _numbers = count(1)
-_NUM_BYTES = attrgetter("num_bytes")
 
 
 class SharedBuffer:
@@ -108,7 +107,7 @@ class BufferPool:
         """
         read, idle = self._has_read, list[SharedBuffer]()
         with self._lock:
-            for buffer in sorted(self._free, key=_NUM_BYTES):
+            for buffer in sorted(self._free, key=attrgetter("num_bytes")):
                 if all(map(read, buffer.loans, buffer.loans.values())):
                     if buffer.num_bytes >= num_bytes:
                         self._free = [one for one in self._free if one is not buffer]
@@ -138,12 +137,10 @@ class BufferPool:
             (self.give_back if ok else self.retire)(buffer)
 
     def give_back(self, buffer: SharedBuffer) -> None:
-        """Keep a buffer for the next call."""
         with self._lock:
             self._free.append(buffer)
 
     def release(self) -> None:
-        """Free all buffers that are kept."""
         with self._lock:
             free, self._free = self._free, []
         for buffer in free:
@@ -181,11 +178,9 @@ class AbortFlags:
 
     @classmethod
     def create(cls) -> AbortFlags:
-        """Create the flags of this rank."""
         return cls(SharedBuffer.create(FLAG_BYTES))
 
     def mark_failed(self, call: int) -> None:
-        """Mark a call as failed on this rank."""
         self._failed[call % SLOTS] = call + 1
         _fence()
 
@@ -194,12 +189,10 @@ class AbortFlags:
         return self._failed[call % SLOTS] == call + 1
 
     def begin_writing(self, call: int) -> None:
-        """Mark that this rank writes into the memory of peers."""
         self._writing[call % SLOTS] = call + 1
         _fence()
 
     def end_writing(self, call: int) -> None:
-        """Mark that this rank has stopped writing."""
         self._writing[call % SLOTS] = 0
 
     def is_writing(self, call: int) -> bool:
@@ -233,7 +226,6 @@ class Signals:
 
     @classmethod
     def create(cls, driver: Driver) -> Signals:
-        """The signals of this rank."""
         return cls(SharedBuffer.create(2 * SIGNAL_SLOTS * 8), driver)
 
     def _at(self, kind: int, call: int) -> int:
@@ -256,7 +248,6 @@ class Signals:
         self._driver.await_signal(stream, self._at(kind, call), call << 32 | step)
 
     def has_come(self, kind: int, call: int, step: int) -> bool:
-        """Whether a signal is there."""
         return int(self._words[kind, call % SIGNAL_SLOTS]) >= call << 32 | step
 
     def release(self, call: int) -> None:

@@ -4,11 +4,9 @@ A signal handler may raise between any two bytecodes of the main thread, error h
 So everything that threads share changes in single calls of C: a dict entry, a queue item.
 `threading.Lock` in a `with` statement, `Future` and `Event` are not safe in this sense.
 
-In its own store, which the lowest rank serves, the ranks of a session compare plans and post why a
-call failed. The caller's group only carries its address, so its failure cannot break that group.
-
 In the store of the caller's group, which torch serves in one process of the job or in the launcher,
-the ranks of a session find each other.
+the ranks of a session find each other. In the session's own store, which the lowest rank serves,
+they compare plans and post why a call failed, so its failure cannot break that group.
 
 A store whose host is unreachable, or whose process is stopped (SIGSTOP), neither answers nor fails,
 so worker threads make all requests, and callers wait for them with a time limit. What becomes of a
@@ -24,12 +22,13 @@ import queue
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, Work
 
 from reshard.errors import MoveTimeoutError, PeerLostError
+from reshard.text import first_line
 
 __all__ = [
     "END_SECONDS", "REQUEST_SECONDS", "GroupStore", "OwnedLock", "PrefixStore", "Store",
@@ -47,13 +46,12 @@ LOOK_AFTER = 0.5
 
 MAX_LEFT = 4
 """Connections that a client replaces while none of them answers."""
-AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""The environment variable by which torchrun says that it serves the store itself."""
+
+FIRST_PAUSE, LAST_PAUSE = 0.00005, 0.005
+"""Seconds between two attempts to take a lock that another thread holds."""
 
 T = TypeVar("T")
 Outcome = tuple[Any, BaseException | None]
-
-FIRST_PAUSE, LAST_PAUSE = 0.00005, 0.005
 
 _holders: dict[OwnedLock, int] = {}
 """The thread that holds each lock; a lock that is free has no entry."""
@@ -94,52 +92,46 @@ def release_locks_of(thread: int | None) -> None:
 class Task(Generic[T]):
     """Work for a `Worker`, and its outcome."""
 
-    __slots__ = ("_action", "_outcome", "_reply")
+    __slots__ = ("_action", "_outcome", "_running")
 
     def __init__(self, action: Callable[[], T]) -> None:
         self._action: Callable[[], T] | None = action
-        self._reply: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._outcome: Outcome | None = None
+        self._running = _thread.allocate_lock()
+        self._running.acquire()
 
     def run(self) -> None:
         """Do the work; `result` raises what it raises."""
         assert self._action is not None
         try:
-            outcome: Outcome = (self._action(), None)
+            outcome: Outcome = self._action(), None
         except BaseException as error:
-            outcome = (None, error)
+            outcome = None, error
         self._action = None  # it may refer to tensors
-        self._reply.put(outcome)
+        self._outcome = outcome
+        self._running.release()
 
     def wait(self, seconds: float) -> bool:
         """Wait until the work is done, up to a limit; whether it is done."""
-        if self._outcome is None:
-            try:
-                self._outcome = self._reply.get(timeout=seconds)
-            except queue.Empty:
-                return False
-        return True
+        if not self.done and self._running.acquire(timeout=seconds):
+            self._running.release()
+        return self.done
 
     @property
     def done(self) -> bool:
-        """Whether the work is done."""
-        return self._outcome is not None or not self._reply.empty()
+        return self._outcome is not None
 
     @property
     def error(self) -> BaseException | None:
-        """The exception of work that is done."""
-        self.wait(0.0)
         assert self._outcome is not None
         return self._outcome[1]
 
     def result(self) -> T:
-        """The result of work that is done, or its exception."""
-        error = self.error
+        assert self._outcome is not None
+        result, error = self._outcome
         if error is not None:
             raise error
-        assert self._outcome is not None
-        result: T = self._outcome[0]
-        return result
+        return cast(T, result)
 
 
 class Worker:
@@ -168,7 +160,6 @@ class Worker:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread has not ended."""
         return self._ended.locked()
 
     @property
@@ -208,8 +199,8 @@ class StoreClient:
     _clone = staticmethod(clone_of)
 
     def __init__(self, store: Store, leader: int, seconds: float) -> None:
+        """``seconds`` is how long the store may take to answer; at most `max_seconds`."""
         self._store, self._leader, self.seconds = store, leader, seconds
-        """How long the store may take to answer; at most `max_seconds`."""
         self._stuck: Task[Any] | None = None
         """A request that has timed out."""
         self._end: str | None = None
@@ -248,20 +239,18 @@ class StoreClient:
             if not self.is_stuck:
                 self._stuck = task
             raise self._silent(limit)
-        error = task.error
+        error = task.error  # not raised here: its traceback would keep this frame alive
         if isinstance(error, RuntimeError):
-            reason = f"is gone ({str(error).splitlines()[0]})"
+            reason = f"is gone ({first_line(error)})"
             if isinstance(error, dist.DistNetworkError):
                 self._end = reason
             raise self._lost(reason) from None
         return task.result()
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are in the store."""
-        return bool(self.request(lambda store: store.check(keys)))
+        return self.request(lambda store: store.check(keys))
 
     def set(self, key: str, value: str) -> None:
-        """Write a value."""
         self.request(lambda store: store.set(key, value))
 
     def post(self, key: str, value: str) -> None:
@@ -272,10 +261,9 @@ class StoreClient:
         """The values of those keys that are in the store."""
 
         def read(store: Store) -> dict[int, bytes]:
-            if store.check(list(keys.values())):
-                return {at: store.get(key) for at, key in keys.items()}
-            some = keys.items() if len(keys) > 1 else ()
-            return {at: store.get(key) for at, key in some if store.check([key])}
+            found = store.check(list(keys.values()))
+            some = keys.items() if found or len(keys) > 1 else ()
+            return {at: store.get(key) for at, key in some if found or store.check([key])}
 
         return self.request(read, seconds)
 
@@ -318,18 +306,20 @@ class StoreClient:
 
 
 class UndecidedError(Exception):
-    """The store does not answer, so it is open whether the session is connected."""
+    """The store does not answer, so it is open whether the session is connected.
+
+    The user's call raises ``error``: it has waited so long for the store, before ``what``.
+    """
 
     def __init__(self, rank: int, seconds: float, what: str) -> None:
-        """The call of a rank has waited this long for the store, before ``what``."""
-        launched = os.environ.get(AGENT_STORE) == "True"
+        # So torchrun says that it serves the store itself.
+        launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         by = "the launcher" if launched else "usually rank 0 of the job"
         self.error = MoveTimeoutError(
             f"the process that serves the store of the process group, {by}, has not answered for "
             f"{seconds:g} s: ranks find each other there before {what}; if stopped, let it go on; "
             f"if it is only slow, give a longer timeout= (on rank {rank}: no round begun)"
         )
-        """What the user's call raises."""
         super().__init__(str(self.error))
 
 
@@ -348,10 +338,9 @@ def is_refused(store: Store) -> bool:
     """Whether nobody listens any more where a store was served."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    if not isinstance(store, TCPStore):
-        return False
     try:
-        socket.create_connection((store.host, store.port), REQUEST_SECONDS).close()
+        if isinstance(store, TCPStore):
+            socket.create_connection((store.host, store.port), REQUEST_SECONDS).close()
     except OSError as error:
         return isinstance(error, ConnectionRefusedError)
     return False

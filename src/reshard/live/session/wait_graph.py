@@ -16,17 +16,18 @@ and only if it is the only one: a rank that waits in another thread may still ca
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import secrets
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from dataclasses import astuple, dataclass, replace
+from typing import Any
 
 from reshard.errors import PeerLostError
 from reshard.layout.mesh import format_ranks
-from reshard.live.session.control import Calls, Cause, Waiting
+from reshard.live.session.control import Calls, Cause, Waiting, ranks_with
 from reshard.live.session.mailbox import Inbox, Mailbox
 from reshard.live.session.store import END_SECONDS, REQUEST_SECONDS, Store, StoreClient
 
@@ -48,16 +49,17 @@ _observing: set[int] = set()
 """The calls of this process that wait for other ranks to call, by identity."""
 
 
-class Member(Protocol):
-    """A session, as one of its ranks knows it before it is connected."""
+class Member:
+    """A rank of a session, as it is known before the ranks are connected."""
 
-    rank: int
-    ranks: tuple[int, ...]
-    group_store: Store
-    """The store of the caller's group."""
+    def __init__(self, group_store: Store, rank: int, ranks: tuple[int, ...]) -> None:
+        self.group_store, self.rank, self.ranks = group_store, rank, ranks
+        """The store of the caller's group, and the ranks of the session."""
+        self._prefix = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
 
     def key(self, call: int, what: str) -> str:
-        """A key of this session in that store."""
+        """A key of this session in the store of the caller's group."""
+        return f"reshard/{self._prefix}/{call}/{what}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +84,14 @@ class Wait:
     def read(cls, text: bytes | None) -> Wait | None:
         """Decode a record; None for anything else."""
         try:
-            data = json.loads(text or b"")
-            ranks, awaits = (tuple(int(rank) for rank in data[key]) for key in ("ranks", "awaits"))
-            rest = str(data["what"]), bool(data["met"]), str(data["token"]), int(data["beat"])
-            return cls(ranks, int(data["call"]), awaits, *rest)
-        except (ValueError, TypeError, KeyError, AttributeError):
+            ranks, call, awaits, what, met, token, beat = json.loads(text or b"")
+            ends = tuple(map(int, ranks)), int(call), tuple(map(int, awaits))
+            return cls(*ends, str(what), bool(met), str(token), int(beat))
+        except (ValueError, TypeError):
             return None
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps(astuple(self))
 
     def repeats(self, earlier: Wait | None) -> bool:
         """Whether this is a later record of a rank that still waits for the same peers."""
@@ -112,7 +113,7 @@ class WaitGraph:
         self._inbox, self._timeout = Inbox(), 0.0
         self._posted: frozenset[int] = frozenset()
         """The peers in this rank's record in the session."""
-        self._posted_at, self._num_posted = 0.0, 0
+        self._posted_at, self._beat = 0.0, 0
         self._seen: dict[int, tuple[tuple[int, int], float]] = {}
         """Call and number of the last record of each peer, and when this rank first saw it."""
         self._circle_since = 0.0
@@ -123,7 +124,6 @@ class WaitGraph:
         self._began = self._looked = time.monotonic()
         self._client, self._owns_client = client, client is None
         """Makes requests to the store of the caller's group."""
-        self._beat = 0
         self._records: dict[int, Wait] = {}
         """The last records of ranks of all sessions."""
         self.given_up: Calls = ()
@@ -144,7 +144,7 @@ class WaitGraph:
         if self._posted and now - self._posted_at < pause:
             return
         self._posted, self._posted_at = awaited, now
-        self._num_posted += 1
+        self._beat += 1
         self._post(self._own_record(peers, what).to_json())
         with contextlib.suppress(PeerLostError):  # how old these are counts from now on
             self._has_beaten(peers[0])
@@ -152,7 +152,7 @@ class WaitGraph:
 
     def _own_record(self, peers: Sequence[int], what: str) -> Wait:
         met, awaited = peers[0] in self._inbox.hellos, tuple(peers[:MAX_AWAITED])
-        return Wait((), self.call, awaited, what, met, beat=self._num_posted)
+        return Wait((), self.call, awaited, what, met, beat=self._beat)
 
     def withdraw(self) -> None:
         """Post that this rank has stopped waiting."""
@@ -169,24 +169,20 @@ class WaitGraph:
 
     def record_of(self, rank: int) -> Wait | None:
         """The record that another rank has posted, if any; None if it is old."""
-        record = self._posted_in(self.call, rank)
-        if record is None and rank not in self._inbox.hellos:
-            record = self._posted_in(self.call - 1, rank)  # it is not done with the call before
-        if record is None:
-            return None
-        now, seen, beat = time.monotonic(), self._seen.get(rank), (record.call, record.beat)
-        if seen is None or seen[0] != beat:
-            self._seen[rank] = seen = beat, now
-        return record if now - seen[1] < OLD_AFTER else None
-
-    def _posted_in(self, call: int, rank: int) -> Wait | None:
-        if rank not in self._mailbox.sockets:
-            text = self._session_client.get(f"wait/{call % SLOTS}/{rank}")
-        else:
-            waiting = self._inbox.waiting if call == self.call else self._mailbox.waiting
-            text = waiting.get(rank)
-        record = Wait.read(text)
-        return record if record is not None and record.call == call and record.awaits else None
+        # A rank that has sent no Hello may not be done with the call before.
+        for call in (self.call,) if rank in self._inbox.hellos else (self.call, self.call - 1):
+            if rank not in self._mailbox.sockets:
+                text = self._session_client.get(f"wait/{call % SLOTS}/{rank}")
+            else:
+                waiting = self._inbox.waiting if call == self.call else self._mailbox.waiting
+                text = waiting.get(rank)
+            record = Wait.read(text)
+            if record is not None and record.call == call and record.awaits:
+                now, seen, beat = time.monotonic(), self._seen.get(rank), (call, record.beat)
+                if seen is None or seen[0] != beat:
+                    self._seen[rank] = seen = beat, now
+                return record if now - seen[1] < OLD_AFTER else None
+        return None
 
     def last_wait(self, peers: Sequence[int], what: str) -> tuple[int, Wait, bool]:
         """Follow the records from this rank, which waits for peers, to a rank that waits for none.
@@ -204,10 +200,22 @@ class WaitGraph:
                     return waiter, wait, self._is_alive(last)
                 waiter, wait, records[last] = last, record, record
             # These ranks wait for each other, as those do that also wait for one that is not ready.
-            holders = self._holders(records)
-            alive = {holder: self._is_alive(holder) for holder in holders}
+            holders: dict[int, int] = {}
+            """Ranks that wait for none, and for each of them a rank that waits for it."""
+            left = list(records)
+            for one in left:
+                for rank in records[one].awaits:
+                    if rank in records or rank in holders:
+                        continue
+                    record = self.record_of(rank)
+                    if record is None:
+                        holders[rank] = one
+                    else:
+                        records[rank] = record
+                        left.append(rank)
             if holders:
-                last = max(holders, key=alive.__getitem__)
+                alive = {holder: self._is_alive(holder) for holder in holders}
+                last = max(alive, key=alive.__getitem__)
                 waiter, met = holders[last], last in self._inbox.hellos
                 wait = replace(records[waiter], awaits=(last,), what="it", met=met)
                 return waiter, wait, alive[last]
@@ -216,25 +224,6 @@ class WaitGraph:
             self._circle_since = self._circle_since or now
             return waiter, wait, now - self._circle_since < OLD_AFTER
         return waiter, wait, False
-
-    def _holders(self, records: dict[int, Wait]) -> dict[int, int]:
-        """The ranks that wait for none, and for each of them a rank that waits for it.
-
-        ``records`` are those at which the search begins; the ones that it meets are added.
-        """
-        holders: dict[int, int] = {}
-        left = list(records)
-        for waiter in left:
-            for rank in records[waiter].awaits:
-                if rank in records or rank in holders:
-                    continue
-                record = self.record_of(rank)
-                if record is None:
-                    holders[rank] = waiter
-                else:
-                    records[rank] = record
-                    left.append(rank)
-        return holders
 
     def _is_alive(self, rank: int) -> bool:
         """Whether a rank has sent a message or left a heartbeat within the timeout."""
@@ -255,7 +244,6 @@ class WaitGraph:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to look for a deadlock."""
         now = time.monotonic()
         return now - self._began > LOOK_AFTER and now - self._looked > LOOK_EVERY
 
@@ -276,19 +264,17 @@ class WaitGraph:
             record = Wait(self._session.ranks, self.call, *more).to_json()
             key = f"{PREFIX}/record/{self._session.rank}"
             self._group_client().post(key, record)
-            return self._read_verdict() or self._judge()
+            return self.verdict() or self._judge()
         return None
 
-    def outcome(self) -> bytes | None:
-        """How the rendezvous of this call has ended, if it was one."""
-        with contextlib.suppress(PeerLostError):
-            return self._group_client().get(self._session.key(self.call, "outcome"))
-        return None
+    def outcome(self) -> Cause | None:
+        """Why ranks have given up the rendezvous of this call, if it was one."""
+        refused = self._posted_for_all(self._session.key(self.call, "outcome"))
+        return None if refused is None else Cause.from_json(refused)
 
-    def verdict(self) -> Cause | None:
-        """The deadlock that another rank has found and posted for this one."""
+    def _posted_for_all(self, key: str) -> bytes | None:
         with contextlib.suppress(PeerLostError):
-            return None if self._client is None else self._read_verdict()
+            return self._group_client().get(key)
         return None
 
     def _judge(self) -> Cause | None:
@@ -311,10 +297,11 @@ class WaitGraph:
                     store.set(f"{PREFIX}/verdict/{wait.token}", verdict)
 
         self._group_client().request(post, REQUEST_SECONDS)
-        return self._read_verdict()
+        return self.verdict()
 
-    def _read_verdict(self) -> Cause | None:
-        text = self._group_client().get(f"{PREFIX}/verdict/{self._token}")
+    def verdict(self) -> Cause | None:
+        """The deadlock that a rank has found and posted for this one."""
+        text = self._posted_for_all(f"{PREFIX}/verdict/{self._token}") if self._client else None
         if text is None:
             return None
         try:
@@ -331,11 +318,12 @@ class WaitGraph:
         while left:
             asked |= left
             keys = {rank: f"{PREFIX}/record/{rank}" for rank in left}
-            texts = self._group_client().values(keys, REQUEST_SECONDS)
-            read = {rank: Wait.read(text) for rank, text in texts.items()}
-            new = {rank: wait for rank, wait in read.items() if wait is not None}
-            records |= new
-            left = {rank for wait in new.values() for rank in wait.ranks} - asked
+            left = set()
+            for rank, text in self._group_client().values(keys, REQUEST_SECONDS).items():
+                wait = Wait.read(text)
+                if wait is not None:
+                    records[rank] = wait
+                    left.update(set(wait.ranks) - asked)
         return records
 
     def _group_client(self) -> StoreClient:
@@ -386,8 +374,7 @@ def _describe(records: Mapping[int, Wait]) -> str:
         wait = records[rank]
         calls.setdefault((wait.ranks, wait.call, wait.what), []).append(rank)
     parts = [
-        f"rank{'s' if len(waiting) > 1 else ''} {format_ranks(waiting)} "
-        f"{'are' if len(waiting) > 1 else 'is'} in call {call} among ranks {format_ranks(ranks)}, "
+        f"{ranks_with(waiting, 'is', 'are')} in call {call} among ranks {format_ranks(ranks)}, "
         f"{what}"
         for (ranks, call, what), waiting in calls.items()
     ]
