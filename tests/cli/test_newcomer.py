@@ -316,13 +316,14 @@ def test_what_a_completion_script_is_told(
 def test_a_new_model_family_by_the_documents(tmp_path: Path) -> None:
     """The steps of docs/architecture.md, in a copy of the source: two lines and a file."""
     steps = (ROOT / "docs/architecture.md").read_text().partition("### a model family")[2]
-    for said in ("rules/families/NAME.toml", "extends", "_FAMILIES", "PRESETS", "rules/configs.py"):
+    for said in ("rules/families/NAME.toml", "extends", "_TYPES", "_PRESETS", "rules/configs.py"):
         assert said in steps
     shutil.copytree(ROOT / "src/reshard", tmp_path / "reshard")
     (tmp_path / "reshard/rules/families/toy.toml").write_text('extends = "llama"\n')
     configs = tmp_path / "reshard/rules/configs.py"
     text = configs.read_text()
-    text = text.replace('    "llama": "llama",\n', '    "llama": "llama",\n    "toy": "toy",\n', 1)
+    listed = '    "llama": _ModelType("llama"),\n'
+    text = text.replace(listed, listed + listed.replace("llama", "toy"), 1)
     preset = re.search(r' +"mistral-7b": .*\n', text)
     assert preset is not None
     text = text.replace(
