@@ -27,8 +27,6 @@ from reshard.layout.box import Box, row_major
 from reshard.layout.coverage import missing_boxes, repeated_boxes
 from reshard.text import quoted
 
-__all__ = ["Catalog", "Crc", "StoredObject", "StoredPiece", "StoredTensor"]
-
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:

@@ -39,10 +39,6 @@ if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh
     from reshard.rules import Rules
 
-__all__ = [
-    "DiffReport", "Difference", "EntryDifference", "TensorDiff", "between", "compare_entries",
-    "diff", "difference", "is_number",
-]  # fmt: skip
 
 BLOCK = 1 << 16
 """Elements that are converted to numbers at a time, as numbers take more memory."""

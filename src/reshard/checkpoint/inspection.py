@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh
     from reshard.rules import Rules
 
-__all__ = ["InspectedTensor", "Inspection", "inspect", "recovered"]
 
 WHOLE = "whole"
 AXES = "xyzuvwabcdefghijklmnopqrst"

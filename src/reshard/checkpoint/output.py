@@ -21,11 +21,6 @@ from reshard.layout.boxlist import listed_of
 from reshard.layout.layout import Layout
 from reshard.text import quoted
 
-__all__ = [
-    "Literal", "ObjectCopy", "Output", "OutputTensor", "OwnedBox", "Wanted", "count_tensor_files",
-    "owned_boxes",
-]  # fmt: skip
-
 
 def count_tensor_files(files: Iterable[StoredFile]) -> int:
     """The number of files that hold tensors, not only an index or metadata."""

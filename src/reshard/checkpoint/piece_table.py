@@ -27,9 +27,6 @@ from reshard.checkpoint.catalog import StoredPiece
 from reshard.layout.box import Box
 from reshard.layout.columns import Ints
 
-__all__ = ["Extent", "PieceTable", "extents", "slabs"]
-
-
 _COLUMNS = ("files", "offsets", "starts", "stops", "strides")
 
 

@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from reshard.planning.names import Names
     from reshard.rules import Rules
 
-__all__ = ["VerifyReport", "verify"]
 
 FORMAT = 1
 UNSUPPORTED = "unsupported"

@@ -14,8 +14,6 @@ from reshard.show.page.drawings import Colours
 from reshard.show.page.plan_page import legend_of, side_of
 from reshard.text import count, format_bytes, format_shape, shorten
 
-__all__ = ["render_stored"]
-
 MAX_DRAWN = 12
 MAX_LINES = 200
 MAX_BOXES = 20_000

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from reshard.checkpoint.publish.journal import Team
     from reshard.rules import Rules
 
-__all__ = ["convert", "diff", "inspect", "verify"]
 
 UNFINISHED = 3
 REPLICATE = "An axis of the mesh along which the rules replicate everything, on purpose."

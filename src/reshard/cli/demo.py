@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
     Arrays = dict[int, dict[str, Array]]
 
-__all__ = ["demo"]
 
 NO_TORCH = "torch is not installed; try pip install torch"
 MODELS = ("llama-3-8b", "llama-3.2-1b")

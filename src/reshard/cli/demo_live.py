@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     Arrays = Mapping[int, Mapping[str, np.ndarray[Any, Any]]]
 
-__all__ = ["LiveRun", "move_live"]
 
 NUM_CALLS = 2
 """The first call connects the ranks, compares and compiles; the second only moves."""

@@ -51,8 +51,6 @@ from reshard.show.page.document import (
 from reshard.show.page.plan_page import document_of
 from reshard.text import parse_bytes
 
-__all__ = ["DEFAULTS", "MODEL_DEFAULTS", "Answer", "Server", "answer_of"]
-
 MAX_RANKS = 4096
 MAX_BOXES = 100_000
 """What one layout may have; a page with more takes too long to wait for."""

@@ -21,10 +21,6 @@ if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh
     from reshard.layout.spec import TensorSpec
 
-__all__ = [
-    "add_manners", "json_option", "memory_option", "model_config", "model_option", "model_specs",
-    "parse_model_mesh", "parse_shape", "parse_side", "replicated", "rules_option",
-]  # fmt: skip
 
 MAX_ELEMENTS = 1 << 56
 MAX_CONFIG = 1 << 24

@@ -20,10 +20,6 @@ from reshard.text import format_bytes, shorten
 if TYPE_CHECKING:
     from reshard.show.terminal import Line
 
-__all__ = [
-    "UNSUPPORTED", "byte_meter", "code_of", "fitted", "print_json", "print_lines", "say_written",
-    "terminal_width", "tolerant", "wants_boxes", "working",
-]  # fmt: skip
 
 MIN_NAME = 36
 """Names of tensors are not made shorter than this, but get lines of their own."""

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from reshard.planning.plans import Plan
     from reshard.planning.rank import RankPlan
 
-__all__ = ["explore", "plan"]
 
 MAX_STEPS = 40
 STEPS = ("sends", "receives", "copies")

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from reshard.layout.layout import Layout
     from reshard.layout.mesh import Mesh
 
-__all__ = ["show"]
 
 MAX_PIECES = 1_000_000
 

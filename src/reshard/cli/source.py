@@ -10,8 +10,6 @@ import click
 from reshard.cli.options import json_option
 from reshard.cli.output import fitted, print_json
 
-__all__ = ["bench", "index"]
-
 HELPERS = frozenset({"before_after.py", "side_by_side.py", "walk.py"})
 """Files beside the benchmarks that only help them."""
 

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
-__all__ = ["DEFINED", "Definition", "Record", "lines_of", "markdown_record", "python_record"]
-
 DEFINED, MENTIONED, IN_TEXT = "defined", "mentioned", "in comments or docstrings"
 _TOKEN = re.compile(
     r"(?:[rRbBuUfF]{0,2})(?P<text>\"\"\"(?:[^\\]|\\.)*?\"\"\"|'''(?:[^\\]|\\.)*?'''"

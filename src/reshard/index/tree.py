@@ -27,8 +27,6 @@ from reshard.index.records import (
 )
 from reshard.text import quoted
 
-__all__ = ["IndexReport", "build"]
-
 MAX_FILE = 16 << 20
 LINKS = "<!-- links -->"
 """Where the links to other files of the tree go, which are known when all files are read."""

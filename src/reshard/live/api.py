@@ -23,8 +23,6 @@ from reshard.live.transport.in_flight import InFlight
 from reshard.planning.plans import Plan
 from reshard.show.run_report import RunReport
 
-__all__ = ["Handle", "check", "raise_on_all_ranks", "release", "skip_exchange", "start_call"]
-
 Result = dict[str, torch.Tensor]
 
 _cuda: Any = torch.cuda  # its streams and events have no types

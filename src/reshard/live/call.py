@@ -55,8 +55,6 @@ from reshard.planning.plans import Plan
 from reshard.show.progress import Bar, progress_of
 from reshard.show.run_report import RunReport
 
-__all__ = ["Call"]
-
 Result = dict[str, torch.Tensor]
 
 

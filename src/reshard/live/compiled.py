@@ -28,8 +28,6 @@ from reshard.planning.plans import Plan
 from reshard.show.progress import MIN_BYTES
 from reshard.text import count, log
 
-__all__ = ["CompiledPlan", "compiled_plan"]
-
 MAX_PROGRAMS = 2
 """Programs that are kept for tensors of different strides."""
 

@@ -29,8 +29,6 @@ from reshard.live.session.session import Session, Ticket, session_of
 from reshard.live.session.shared_memory import SharedBuffer
 from reshard.live.transport.in_flight import check_earlier_calls
 
-__all__ = ["gather_bytes"]
-
 _LENGTH = struct.Struct("<Q")
 
 DIGEST = hashlib.blake2b(b"reshard gather 1", digest_size=16).digest()

@@ -30,8 +30,6 @@ from reshard.sharded.specs import ShardingSpec
 from reshard.sharded.tensor import ShardedTensor
 from reshard.tensors.agreement import Agreement
 
-__all__ = ["ReplacedTensor", "ShardHandle", "shard_module", "shard_parameter"]
-
 Undo = Callable[[], None]
 
 

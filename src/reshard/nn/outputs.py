@@ -22,11 +22,6 @@ from reshard.sharded.specs import LayoutShardingSpec, ShardingSpec
 from reshard.sharded.tensor import ShardedTensor
 from reshard.text import quoted
 
-__all__ = [
-    "Change", "OutputHook", "collect_local_shard", "local_shard", "map_sharded",
-    "remove_output_hooks", "reshard_output",
-]  # fmt: skip
-
 Squeeze = Literal["auto"] | bool
 Change = Callable[[ShardedTensor], torch.Tensor]
 

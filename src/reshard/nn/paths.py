@@ -18,10 +18,6 @@ from reshard.errors import ArgumentError, PathError
 from reshard.rules.language import Pattern
 from reshard.text import quoted
 
-__all__ = [
-    "Slot", "find_module", "find_slot", "holders", "is_below", "is_pattern", "matching", "parents",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class Slot:

@@ -31,11 +31,6 @@ from reshard.sharded.specs import LayoutShardingSpec, ShardingSpec
 from reshard.sharded.tensor import ShardedTensor
 from reshard.text import quoted
 
-__all__ = [
-    "Entry", "Resolved", "Sharder", "ShardingPlan", "ShardingPlanner", "resolve_modules",
-    "warn_unmatched",
-]  # fmt: skip
-
 Value = TypeVar("Value")
 
 MAX_ERRORS = 20

@@ -30,12 +30,6 @@ from reshard.tensors.agreement import Agreement
 from reshard.tensors.kinds import materialize, this_rank
 from reshard.tensors.local import whole_on
 
-__all__ = [
-    "ShardMismatchError", "build_reshard_metadata", "empty", "full", "get_idx_from_placements",
-    "init_from_local_shards", "ones", "plan_reshard", "rand", "randn", "reshard_local_shard",
-    "reshuffle_local_shard", "shard_tensor", "shard_tensors", "zeros",
-]  # fmt: skip
-
 Check = Literal["fingerprint", "none"]
 
 

@@ -21,11 +21,6 @@ from reshard.sharded.metadata import Shard
 from reshard.sharded.move import move_like, replicated_content, whole
 from reshard.tensors.kinds import this_rank
 
-__all__ = [
-    "OwnedShard", "from_parts", "gradient_hook", "lay_out_gradient", "linear", "replicated",
-    "to_layout", "to_layout_in_place", "to_local", "to_move_input", "to_whole",
-]  # fmt: skip
-
 Function = Callable[..., Any]
 T = TypeVar("T")
 

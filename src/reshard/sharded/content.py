@@ -21,10 +21,6 @@ from reshard.sharded.metadata import Shard, ShardMetadata, shards_of_layout
 from reshard.tensors.kinds import materialize, this_rank
 from reshard.tensors.local import piece_view
 
-__all__ = [
-    "Content", "ContentTensor", "map_nested", "part_shapes", "per_layout", "strides_like", "wrap",
-]  # fmt: skip
-
 T = TypeVar("T")
 P = ParamSpec("P")
 

@@ -22,11 +22,6 @@ from reshard.tensors.agreement import Agreement
 from reshard.tensors.kinds import this_rank
 from reshard.text import quoted
 
-__all__ = [
-    "content_for", "content_of_shards", "from_local_shards", "from_local_tensor", "from_metadata",
-    "size_of",
-]  # fmt: skip
-
 
 def content_for(
     spec: ShardingSpec, shape: Sequence[int], properties: TensorProperties, group: Group

@@ -19,12 +19,6 @@ from reshard.errors import ArgumentError, ArgumentTypeError, StateError
 from reshard.live.inputs.request import default_device
 from reshard.tensors.kinds import this_rank
 
-__all__ = [
-    "Group", "assigned", "check_members", "check_rpc", "current_process_group",
-    "default_device_of", "digest", "exchange_rrefs", "is_outside", "is_running",
-    "load_with_process_group", "members", "worker_rank",
-]  # fmt: skip
-
 T = TypeVar("T")
 
 

@@ -16,11 +16,6 @@ from reshard.layout.coverage import first_overlap, one_missing_box
 from reshard.layout.layout import Layout
 from reshard.sharded.groups import worker_rank
 
-__all__ = [
-    "Placement", "Shard", "ShardMetadata", "ShardedTensorMetadata", "TensorProperties",
-    "check_disjoint", "check_tensor", "shards_of_layout",
-]  # fmt: skip
-
 Placement = _remote_device
 """A rank, or an RPC worker, and a device: made from texts such as "rank:3/cuda:1"."""
 

@@ -32,12 +32,6 @@ from reshard.tensors.kinds import this_rank
 from reshard.tensors.local import box_view, piece_view, whole_on
 from reshard.tensors.tensor_move import move_between
 
-__all__ = [
-    "all_agree", "check_in_place", "copy_into", "gather_on", "gather_to",
-    "local_part", "move_like", "move_to", "reduced", "replicated_content", "reshard_target",
-    "split_parts", "whole",
-]  # fmt: skip
-
 
 def move_to(content: Content, layout: Layout) -> Content:
     """The same tensor in another layout; shares memory if nothing has to move."""

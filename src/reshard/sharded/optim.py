@@ -16,8 +16,6 @@ from reshard.errors import ArgumentError, ArgumentTypeError
 from reshard.sharded.move import move_like
 from reshard.sharded.tensor import ShardedTensor, tensor_of
 
-__all__ = ["ShardedOptimizer", "lay_out_state", "named_params_with_sharded_tensor"]
-
 State = dict[str, Any]
 """The state dict of an optimizer, or a group of its parameters."""
 

@@ -25,11 +25,6 @@ from reshard.sharded.metadata import (
     shards_of_layout,
 )
 
-__all__ = [
-    "AnyPlacement", "DevicePlacementSpec", "LayoutShardingSpec", "PlacementError",
-    "PlacementSpec", "ShardingSpec", "check_dim", "check_placements", "dim_of", "layout_of_shards",
-]  # fmt: skip
-
 AnyPlacement = str | torch.device | Placement
 """What a placement may be given as: a text such as "rank:3/cuda:1", a device, or a placement."""
 

@@ -38,11 +38,6 @@ from reshard.sharded.specs import (
 )
 from reshard.text import quoted
 
-__all__ = [
-    "ChunkShardingSpec", "EnumerableShardingSpec", "GridShardingSpec", "RaggedShardingSpec",
-    "get_chunk_sharding_params", "get_chunked_dim_size", "get_split_size", "infer_sharding_spec",
-]  # fmt: skip
-
 Split = int | tuple[int, ...]
 """How a dim is split: into a number of chunks as ``torch.chunk`` does, or into these sizes."""
 

@@ -36,8 +36,6 @@ from reshard.sharded.ops.functions import call
 from reshard.sharded.specs import LayoutShardingSpec, ShardingSpec
 from reshard.tensors.kinds import this_rank
 
-__all__ = ["Fill", "Options", "ShardedTensor", "Size", "filled_tensor", "tensor_of"]
-
 Size = int | Sequence[int]
 Fill = Callable[..., torch.Tensor]
 """A factory of torch such as ``torch.zeros``."""

@@ -34,11 +34,6 @@ from reshard.layout.grid import Grid, grids_of
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.mesh import format_ranks
 
-__all__ = [
-    "Cell", "Holding", "Holdings", "Picture", "holdings", "num_boxes", "picture_of",
-    "two_dims",
-]  # fmt: skip
-
 MAX_BOXES = 200_000
 """More boxes than this are not worth listing for a drawing."""
 MAX_RUNS = 3

@@ -18,8 +18,6 @@ from itertools import accumulate
 from reshard.layout.mesh import format_ranks
 from reshard.text import count, shorten
 
-__all__ = ["name_patterns", "named", "named_pairs"]
-
 MAX_NAMES = 50_000
 """Names that are looked at; the rest are only counted."""
 MAX_WORDS = 8

@@ -37,11 +37,6 @@ from reshard.planning.plans import Plan
 from reshard.show.name_patterns import named, named_pairs
 from reshard.text import align, count, format_bytes, format_shape, shorten
 
-__all__ = [
-    "StackRow", "describe", "figures", "headline", "link_imbalance", "reasons", "relay_imbalance",
-    "stack_rows",
-]  # fmt: skip
-
 MAX_ROWS = 24
 MAX_NAME = 64
 MAX_LAYOUT = 36

@@ -17,7 +17,6 @@ from reshard.text import format_bytes
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
-__all__ = ["MIN_BYTES", "Bar", "progress_of"]
 
 SHOWN_AFTER = 0.5
 """Seconds before which the bar is not shown."""

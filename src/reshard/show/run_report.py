@@ -27,8 +27,6 @@ from reshard.errors import FormatError
 from reshard.layout.mesh import format_ranks
 from reshard.text import align, format_bytes
 
-__all__ = ["RoundReport", "RunReport", "format_seconds"]
-
 MAX_LINES = 8
 
 SCHEMA = "reshard.run/2"

@@ -33,11 +33,6 @@ from reshard.layout.mesh import format_ranks
 from reshard.show.holdings import Cell, Holdings, Picture, holdings, picture_of
 from reshard.text import align, count, format_shape, shorten
 
-__all__ = [
-    "Line", "Span", "as_text", "coloured", "draw", "frame", "heat", "pieces_table", "plain",
-    "table", "wants_colour",
-]  # fmt: skip
-
 MAX_ROWS = 16
 MAX_PIECES = 64
 MAX_WIDTH = 76

@@ -40,8 +40,6 @@ from reshard.layout.columns import Ints, distinct, numbered
 from reshard.planning.plans import Plan
 from reshard.show.terminal import Line, Span, heat
 
-__all__ = ["Matrix", "draw", "group", "short_bytes", "to_trace", "traffic_matrix"]
-
 MAX_TRACKS = 256
 """More ranks than this are put into groups in a timeline."""
 BYTES_PER_MICROSECOND = 1024

@@ -50,8 +50,6 @@ from reshard.tensors.kinds import this_rank
 from reshard.tensors.state_dicts import run
 from reshard.text import quoted
 
-__all__ = ["Agreement", "describe_values"]
-
 MAX_BYTES = 256 << 20
 """Bytes that a rank's value may have, and may decompress to: a peer may be broken."""
 

@@ -25,8 +25,6 @@ from reshard.planning.adjoint import SumMove
 from reshard.planning.plans import ONE, Plan
 from reshard.tensors.kinds import materialize
 
-__all__ = ["Backward", "attach", "depend_on", "gradient_options"]
-
 
 def gradient_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
     """The options of a move, for the moves of its gradients, which belong to autograd.

@@ -38,8 +38,6 @@ from reshard.tensors.agreement import Agreement
 from reshard.tensors.local import whole_on
 from reshard.text import quoted
 
-__all__ = ["SCHEMA", "exchange", "merge_specs", "specs_from_texts", "specs_to_text"]
-
 Specs = Mapping[str, TensorSpec]
 
 GIVE = "give rs.describe(state_dict), or a dict of rs.TensorSpec"

@@ -36,11 +36,6 @@ if TYPE_CHECKING:
             """This rank's parts, with gradients; where it has none, a leaf for them."""
 
 
-__all__ = [
-    "are_ranks_simulated", "has_layout", "is_dtensor", "is_own_sharded_tensor", "is_sharded_tensor",
-    "materialize", "not_compiled", "this_rank", "wait_ready",
-]  # fmt: skip
-
 NOT_COMPILED = "reshard moves data between processes, which is not a part of a graph"
 
 F = TypeVar("F", bound=Callable[..., Any])

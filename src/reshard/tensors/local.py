@@ -28,11 +28,6 @@ if TYPE_CHECKING:
     from torch.distributed._shard.metadata import ShardMetadata
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
-__all__ = [
-    "Destination", "box_view", "check_dense", "check_matches", "destination_of", "layout_of",
-    "local_of", "parts_of", "piece_view", "spec_of", "whole_on",
-]  # fmt: skip
-
 
 def layout_of(tensor: torch.Tensor) -> Layout:
     """The layout of a DTensor, a ShardedTensor or a plain tensor.

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
     OnMesh = tuple[DeviceMesh, Sequence[Placement]]
 
-__all__ = ["MoveOptions", "backward", "move"]
 
 T = TypeVar("T", bound=torch.Tensor)
 Source = Callable[[], tuple[torch.Tensor | None, torch.Tensor | None]]

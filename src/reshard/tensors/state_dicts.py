@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from reshard.errors import ReshardError, TensorError
 from reshard.layout.spec import TensorSpec
-from reshard.live.api import Handle, release, start_call
+from reshard.live.api import Handle, start_call
+from reshard.live.api import release as release  # Plan.release finds it here
 from reshard.live.call import Call
 from reshard.live.failure.cleanup import with_ticket
 from reshard.live.inputs.request import options_from
@@ -23,8 +24,6 @@ from reshard.planning.plans import Plan
 from reshard.tensors.kinds import not_compiled, this_rank
 from reshard.tensors.local import check_matches, destination_of, local_of, spec_of
 from reshard.text import quoted
-
-__all__ = ["describe", "release", "run", "start", "tensors_in"]
 
 Tensors = Mapping[str, torch.Tensor | None]
 Complete = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]

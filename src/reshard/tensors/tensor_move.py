@@ -30,8 +30,6 @@ from reshard.tensors.autograd import Backward, attach, gradient_options
 from reshard.tensors.kinds import materialize, this_rank
 from reshard.text import parse_bytes
 
-__all__ = ["NO_OPTIONS", "USUAL_MEMORY", "Grad", "TensorMove", "move_between", "plan_bytes"]
-
 Grad = Literal["sum", "replicated"]
 Options = Mapping[str, Any]
 Tensor = torch.Tensor

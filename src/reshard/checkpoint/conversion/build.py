@@ -45,8 +45,6 @@ from reshard.errors import (
 )
 from reshard.text import parse_bytes, quoted
 
-__all__ = ["Conversion"]
-
 COPIERS = 4
 """Copying threads, on any number of cores: some wait for the disk while others compute."""
 BLOCK = 1 << 20

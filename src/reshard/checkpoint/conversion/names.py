@@ -38,8 +38,6 @@ from reshard.planning.names import (
 from reshard.rules.language import matching
 from reshard.text import count, quoted
 
-__all__ = ["Outline", "left_over", "outlines_of", "rename_tensors", "sources_for"]
-
 _ANYWHERE = Layout(Mesh(), "...")
 
 MAX_ELEMENTS = 1 << 56

@@ -33,8 +33,6 @@ from reshard.errors import CheckpointError, SizeError
 from reshard.planning.names import Feed, Names, names_of
 from reshard.text import parse_bytes, quoted
 
-__all__ = ["ConversionPlan", "Stamp", "plan_conversion"]
-
 FORMATS = ("full", "sharded", "distcp", "ranks")
 
 

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from reshard.planning.names import Names
     from reshard.rules import Rules
 
-__all__ = ["Parameters", "Request", "notes_of", "wanted_of"]
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 """The dtypes that a dtype for all parameters casts; tensors of other dtypes are unchanged."""

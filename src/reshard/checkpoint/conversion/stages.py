@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from reshard.planning.names import Names
     from reshard.rules import Rules
 
-__all__ = ["ConvertReport", "convert"]
-
 
 @dataclass(frozen=True, slots=True)
 class ConvertReport(Report):

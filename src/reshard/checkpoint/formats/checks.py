@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh
     from reshard.rules import Rules
 
-__all__ = [
-    "RANK_METADATA", "Content", "Findings", "LocalTensor", "Reading", "checked_shape", "is_distcp",
-    "missing_parts", "rank_of", "shown", "whole_numbers", "whole_tensors",
-]  # fmt: skip
 
 _PLAIN = (int, float, type(None))
 MAX_SHOWN = 8

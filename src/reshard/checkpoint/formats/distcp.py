@@ -43,8 +43,6 @@ from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.layout.box import Box
 from reshard.text import quoted
 
-__all__ = ["read_distcp_folder"]
-
 METADATA = ".metadata"
 MAX_METADATA = 1 << 29
 MAX_PICKLE = 1 << 16

@@ -48,8 +48,6 @@ from reshard.checkpoint.storage.local import StoredFile
 from reshard.dtypes import itemsize
 from reshard.layout.box import Box, row_major
 
-__all__ = ["distcp"]
-
 
 class Shared(Record):
     """An immutable record that occurs in many places: written once, then referred to."""

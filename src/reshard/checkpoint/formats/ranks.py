@@ -31,8 +31,6 @@ from reshard.layout.words import Cuts, Cyclic, Packed, Ragged, axes_of
 from reshard.rules import Rules
 from reshard.text import quoted
 
-__all__ = ["join_by_rules", "read_by_rules", "read_own_ranks"]
-
 Shape = tuple[int, ...]
 MAX_BLOCKS = 1 << 18
 MAX_PIECES = 1 << 22

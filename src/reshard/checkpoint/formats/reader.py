@@ -41,10 +41,6 @@ if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh
     from reshard.rules import Rules
 
-__all__ = [
-    "as_mesh", "as_rules", "check_committed", "check_expected", "config_of", "open_storage",
-    "read_catalog", "survey_catalog",
-]  # fmt: skip
 
 MAX_COMMITTED = 1 << 28
 MAX_CONFIG = 1 << 20

@@ -31,11 +31,6 @@ from reshard.checkpoint.storage.local import Storage, StoredFile, blocks, check_
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.text import quoted
 
-__all__ = [
-    "SIDECAR", "Checker", "Checksums", "ChunkSum", "FileSums", "Sum", "file_sums",
-    "load_checksums", "sums_of",
-]  # fmt: skip
-
 SIDECAR = "reshard-checksums.json"
 VERSION = 2
 CHUNK = 4 << 20

@@ -31,8 +31,6 @@ from reshard.checkpoint.storage.local import Storage, blocks
 from reshard.errors import DamageError, UnsupportedError
 from reshard.text import quoted
 
-__all__ = ["Crcs", "Part", "changed", "combine", "crc_of", "crcs_of", "tensors_of"]
-
 Part = tuple[int, int, int, int]
 """The number of a record, the start and end of a range of its file, and the CRC-32 of the range."""
 Unread = Callable[[int, int, int], int]

@@ -32,8 +32,6 @@ import numpy as np
 from reshard.dtypes import itemsize
 from reshard.layout.box import Box, row_major
 
-__all__ = ["MODULUS", "VERSION", "combine", "finish", "part", "whole"]
-
 VERSION = 2
 PRIMES = (8147, 8039, 7823, 7727, 7703, 7643, 7607, 7559)
 """The eight largest safe primes below 2**13."""

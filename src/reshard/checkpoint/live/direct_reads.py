@@ -41,10 +41,6 @@ from reshard.layout.boxlist import listed_of
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.words import axes_of, is_mixed
 
-__all__ = [
-    "MappedFiles", "ReadAhead", "ReadRequest", "is_partition", "read_direct", "split_requests",
-]  # fmt: skip
-
 STAGED = 16 << 20
 """Bytes that are read at a time for a tensor that cannot be read into directly: it is on a GPU, of
 another dtype, or not contiguous."""

@@ -27,11 +27,6 @@ from reshard.layout.spec import TensorSpec
 from reshard.tensors.local import box_view, parts_of, piece_view, spec_of
 from reshard.text import and_more, quoted
 
-__all__ = [
-    "CatalogSummary", "Entries", "Held", "Match", "Memory", "RankBoxes", "Strict", "View",
-    "bytes_of", "entries_of", "match_tensors", "part_of",
-]  # fmt: skip
-
 MAX_DEPTH = 64
 """A dict that is nested deeper is taken to contain itself."""
 

@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh
     from reshard.rules import Rules
 
-__all__ = ["LoadReport", "load"]
 
 SMALLEST_MEMORY = 4 << 20
 

@@ -54,8 +54,6 @@ from reshard.tensors.agreement import Agreement
 from reshard.tensors.exchanging import merge_specs, specs_from_texts, specs_to_text
 from reshard.text import Report, count, format_bytes, log, name_list, quoted
 
-__all__ = ["SaveReport", "save"]
-
 FORMATS = ("sharded", "distcp")
 SEEN_WITHIN = 10.0
 """Seconds in which a new folder becomes visible to other ranks, on a slow file system."""

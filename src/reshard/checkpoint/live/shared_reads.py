@@ -58,11 +58,6 @@ from reshard.planning.plans import plan
 from reshard.planning.sharing import LeastLoaded
 from reshard.tensors.agreement import Agreement
 
-__all__ = [
-    "Batch", "CrcRecords", "Limits", "ShareData", "SharedReads", "are_small", "batches_of",
-    "copy_small", "read_small",
-]  # fmt: skip
-
 LARGEST_CELL = 16 << 20
 SMALLEST_CELL = 64 << 10
 WORTH_SPLITTING = 256 << 10

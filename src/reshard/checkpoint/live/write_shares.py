@@ -32,11 +32,6 @@ from reshard.planning.sharing import LeastLoaded
 from reshard.tensors.local import whole_on
 from reshard.text import quoted
 
-__all__ = [
-    "SavePlan", "Writer", "check_copies", "digests_of", "main_mesh", "on_mesh", "owners_of",
-    "writers_of",
-]  # fmt: skip
-
 WORKERS = 2
 WINDOW = 8 << 20
 """Bytes that are written at once."""

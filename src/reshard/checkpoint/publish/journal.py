@@ -39,8 +39,6 @@ from reshard.checkpoint.storage.output_files import named
 from reshard.errors import CheckpointError, UnfinishedError
 from reshard.layout.mesh import format_ranks
 
-__all__ = ["ALONE", "Journal", "Team", "boot_id", "read_journals", "team_of"]
-
 Record = dict[str, Any]
 
 

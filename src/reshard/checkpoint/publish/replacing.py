@@ -36,8 +36,6 @@ from reshard.checkpoint.storage.local import (
 from reshard.errors import ReshardError, TargetError
 from reshard.text import quoted
 
-__all__ = ["Replaced", "delete_files", "move_kept", "replaced_by"]
-
 _NUMBERED = re.compile(r"(.+)-\d+-of-(\d+\.\w+)")
 _DISTCP = re.compile(r"__\d+_\d+\.distcp|(__\d+)?\.metadata")
 _COMPANION = re.compile(

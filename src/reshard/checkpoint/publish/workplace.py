@@ -50,8 +50,6 @@ from reshard.checkpoint.storage.output_files import exchange, replace_file, sync
 from reshard.errors import TargetError, UnfinishedError
 from reshard.text import format_bytes, quoted
 
-__all__ = ["Workplace", "check_places", "free_bytes"]
-
 PUBLISHING = "publishing.json"
 
 

@@ -30,12 +30,6 @@ from typing import Generic, Self, TypeVar
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.text import quoted
 
-__all__ = [
-    "COMMITTED", "MAX_FILES", "OURS", "REQUEST", "TENSOR_FILES", "LocalStorage", "OpenFile",
-    "OpenFiles", "Range", "Storage", "StoredFile", "blocks", "check_path", "file_status",
-    "plain_path",
-]  # fmt: skip
-
 OURS = ".reshard"
 """Prefix of our own files (locks, journals), which are never part of a checkpoint."""
 REQUEST = f"{OURS}-request.json"

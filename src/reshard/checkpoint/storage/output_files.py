@@ -31,11 +31,6 @@ from reshard.checkpoint.storage.local import OpenFile, OpenFiles, StoredFile
 from reshard.errors import TargetError, UnfinishedError
 from reshard.text import format_bytes
 
-__all__ = [
-    "BLOCK", "MAX_COPY", "OutputFiles", "aligned", "exchange", "named", "replace_file",
-    "sync_folder",
-]  # fmt: skip
-
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 

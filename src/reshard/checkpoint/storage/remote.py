@@ -19,8 +19,6 @@ from reshard.checkpoint.storage.local import (
 )
 from reshard.errors import CheckpointError, DamageError, TargetError, UnfinishedError
 
-__all__ = ["RemoteStorage", "RemoteTarget"]
-
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 

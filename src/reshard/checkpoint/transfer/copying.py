@@ -33,8 +33,6 @@ from reshard.checkpoint.transfer.windows import (
 from reshard.dtypes import cast_into, itemsize
 from reshard.layout.box import Box, row_major
 
-__all__ = ["Copier", "Done", "checksums_of"]
-
 
 @dataclass(slots=True)
 class Done:

@@ -51,10 +51,6 @@ if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh
     from reshard.rules import Rules
 
-__all__ = [
-    "Problem", "StoredReader", "attempt", "check_outside_tensors", "digests_of", "opened",
-    "wrong_sizes",
-]  # fmt: skip
 
 Result = TypeVar("Result")
 

@@ -23,10 +23,6 @@ from reshard.checkpoint.integrity import digest
 from reshard.dtypes import itemsize
 from reshard.layout.box import Box, row_major
 
-__all__ = [
-    "CELLS", "GAP", "SMALL", "Pack", "Placed", "Reads", "batches", "joined_writes", "tiles",
-]  # fmt: skip
-
 SMALL = 64 << 10
 """Bytes of the largest tensor that is packed."""
 GAP = 4096

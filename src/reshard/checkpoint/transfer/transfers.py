@@ -36,11 +36,6 @@ from reshard.layout.coverage import missing_boxes, overlapping_pairs
 from reshard.planning.names import Feed
 from reshard.text import quoted
 
-__all__ = [
-    "CopyChunk", "SourceTensor", "Transfer", "chunks_of", "one_dtype", "pieces_of", "source_of",
-    "transfer_of",
-]  # fmt: skip
-
 MOST_PARTS = 4096
 """The most parts into which overlaps with earlier boxes may split a stored box; one is usual."""
 

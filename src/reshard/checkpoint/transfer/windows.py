@@ -35,12 +35,6 @@ from reshard.errors import DamageError, MemoryCapError
 from reshard.layout.box import Box
 from reshard.text import format_bytes, parse_bytes, quoted
 
-__all__ = [
-    "Budget", "Buffers", "Meter", "Progress", "Source", "SourceReads", "bits_differ",
-    "collector_paused", "compare", "fill", "in_order", "readable", "shaped", "unequal_replicas",
-    "within", "writable",
-]  # fmt: skip
-
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 Array = np.ndarray[Any, Any]

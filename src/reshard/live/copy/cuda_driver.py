@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["HANDLE_BYTES", "Allocation", "CudaError", "Driver", "cuda_driver", "stream_of"]
-
 HANDLE_BYTES = 64
 
 BUFFER_ID = 7

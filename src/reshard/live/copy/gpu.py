@@ -28,8 +28,6 @@ from reshard.live.copy.gpu_table import Cast, LaunchTable, Strided, compile_tabl
 from reshard.live.copy.host import RAW, Bases, array_at
 from reshard.live.program.blocks import CopyBlocks, CopyList
 
-__all__ = ["WORDS", "CopyTable", "TensorTable", "TorchCopies"]
-
 MAX_KEPT = 8  # launch tables that are kept for tensors that are aligned differently
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -18,8 +18,6 @@ from reshard.live.copy.gpu_table import FIELDS as NUM_FIELDS
 from reshard.live.copy.gpu_table import ROWS as ROWS_UNIT
 from reshard.live.copy.gpu_table import SHIFTED as SHIFTED_UNIT
 
-__all__ = ["cast_tiles", "copy_tiles"]
-
 FIELDS = tl.constexpr(NUM_FIELDS)
 SHIFTED = tl.constexpr(SHIFTED_UNIT)
 ROWS = tl.constexpr(ROWS_UNIT)

@@ -30,8 +30,6 @@ import numpy as np
 from reshard.layout.columns import Ints, distinct, spread
 from reshard.live.program.blocks import CopyBlocks
 
-__all__ = ["FIELDS", "Cast", "LaunchTable", "Strided", "compile_table", "merged_blocks"]
-
 NUM_DIMS = 4
 MAX_UNITS = 1 << 30
 WIDEST = 16

@@ -25,11 +25,6 @@ from reshard.layout.columns import Ints, distinct
 from reshard.live.program.blocks import CopyBlocks, CopyList
 from reshard.live.program.messages import IovecCall, run_lengths
 
-__all__ = [
-    "RAW", "Array", "Bases", "HostCopies", "allow_access", "array_at", "as_tensor", "read_memory",
-    "write_memory",
-]  # fmt: skip
-
 Array = np.ndarray[Any, Any]
 
 RAW = {np.dtype(kind).itemsize: np.dtype(kind) for kind in ("u1", "u2", "u4", "u8", "c16")}

@@ -25,8 +25,6 @@ from reshard.live.copy.host import RAW, Array, Bases, HostCopies, array_at, as_t
 from reshard.live.program.blocks import CopyList, Place
 from reshard.live.program.rounds import Transfer
 
-__all__ = ["Arrived", "OrderedSum", "add_up", "sums_of"]
-
 DIRECT = {"float32", "float64", "int32", "int64", "float16", "bfloat16"}
 """Dtypes whose addends are added up block by block."""
 

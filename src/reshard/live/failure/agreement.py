@@ -28,11 +28,6 @@ from reshard.live.session.store import Store, poll_until
 from reshard.planning.plans import Plan
 from reshard.text import and_more, format_bytes
 
-__all__ = [
-    "GRAD_CODES", "Signature", "barrier", "check_comparison", "check_hellos", "compare", "forget",
-    "meet", "ranks_by_text",
-]  # fmt: skip
-
 STORE_PAUSE = 0.02
 """The longest pause between two looks at the store for keys of other ranks."""
 MAX_DETAIL = 64 << 20

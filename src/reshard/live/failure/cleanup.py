@@ -34,8 +34,6 @@ from reshard.live.session.session import (
 )
 from reshard.live.session.store import UndecidedError, Worker, release_locks_of
 
-__all__ = ["abandon", "fail_and_close", "with_ticket"]
-
 CLEANUP_SECONDS = 5.0
 """The longest that an interrupted call waits for the cleanup thread."""
 

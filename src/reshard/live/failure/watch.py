@@ -20,8 +20,6 @@ from reshard.live.session.session import Ticket
 from reshard.live.session.store import REQUEST_SECONDS, Store
 from reshard.live.session.wait_graph import WaitGraph
 
-__all__ = ["FIRST_PAUSE", "LOOK_EVERY", "PAUSE_GROWTH", "Watch", "abort_key"]
-
 POST_AFTER = HEARTBEAT_EVERY = 1.0
 """Seconds of waiting after which a rank posts which peer it waits for, and of work after which it
 sends a heartbeat; sooner where the timeout is short."""

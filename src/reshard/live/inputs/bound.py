@@ -25,11 +25,6 @@ from reshard.live.program.rounds import HAVE, WANT
 from reshard.planning.plans import Plan
 from reshard.text import and_more
 
-__all__ = [
-    "GPU", "BoundTensors", "LocalSpec", "Locals", "Side", "Tensors", "all_on_gpus", "device_of",
-    "placement_of", "with_index",
-]  # fmt: skip
-
 Tensors = Mapping[str, torch.Tensor | None]
 
 guards: Any = getattr(_dynamo, "guards", None)

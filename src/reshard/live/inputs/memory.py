@@ -23,10 +23,6 @@ from reshard.layout.columns import Ints
 from reshard.live.copy.host import array_at
 from reshard.live.program.rounds import HAVE, Program, as_strided
 
-__all__ = [
-    "Donation", "are_huge_pages_on_request", "check_overlaps", "collapse", "fill_zeros",
-]  # fmt: skip
-
 MADV_COLLAPSE = 25
 """Not in Python's mmap: since Linux 6.1."""
 

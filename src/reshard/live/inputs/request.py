@@ -17,11 +17,6 @@ from reshard.live.inputs.bound import GPU, BoundTensors, Locals, Tensors, with_i
 from reshard.live.inputs.memory import check_overlaps
 from reshard.live.session.control import Tag
 
-__all__ = [
-    "CHECKS", "GPU_TRANSPORTS", "TRANSPORTS", "Options", "bind", "default_device",
-    "has_nccl", "home_device", "options_from",
-]  # fmt: skip
-
 TRANSPORTS = ("auto", "peer", "shared", "network", "gpu_peer", "nccl")
 GPU_TRANSPORTS = ("gpu_peer", "nccl")
 CHECKS = ("first", "always", "never")

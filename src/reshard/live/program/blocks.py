@@ -31,8 +31,6 @@ from reshard.layout.box import Interval, length_of, row_major
 from reshard.layout.columns import Ints, spread
 from reshard.layout.layout import BoxLayout, Layout
 
-__all__ = ["CopyBlocks", "CopyList", "FindOffsets", "Place", "blocks_of", "local_offsets"]
-
 COMPARED = 1 << 22
 """Comparisons with explicit boxes made at once: bounds memory when both sides have many."""
 

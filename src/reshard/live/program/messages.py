@@ -27,11 +27,6 @@ from reshard.layout.columns import Ints, distinct, spread
 from reshard.live.program.blocks import CopyList
 from reshard.live.program.rounds import Transfer
 
-__all__ = [
-    "DIRECT", "GLOO", "GRID", "HOST", "NCCL", "IovecCall", "IovecPlan", "Message", "Mode",
-    "Policy", "lay_out", "message_of", "on_grid", "run_lengths",
-]  # fmt: skip
-
 
 class Mode(Enum):
     """How a transfer travels."""

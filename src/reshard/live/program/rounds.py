@@ -22,8 +22,6 @@ from reshard.planning.classes import Stack
 from reshard.planning.plans import Plan
 from reshard.planning.rank import Rows
 
-__all__ = ["HAVE", "WANT", "Program", "Round", "Strides", "Transfer", "as_strided"]
-
 HAVE, WANT = 0, 1  # the two sides of a move: source tensors and destination tensors
 
 MAX_KEPT_BYTES = 128 << 20

@@ -20,12 +20,6 @@ from reshard.errors import LiveError, ReshardError
 from reshard.layout.mesh import format_ranks
 from reshard.text import shorten
 
-__all__ = [
-    "MAX_CHARACTERS", "MAX_RANKS", "Abort", "Alive", "CallAheadError", "Calls", "Cause", "Control",
-    "Hello", "Ready", "Released", "Retired", "Tag", "Waiting", "compare_codes", "describe_code",
-    "ranks_with",
-]  # fmt: skip
-
 
 class Hello(NamedTuple):
     """This rank has entered the call."""

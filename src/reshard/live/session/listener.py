@@ -33,11 +33,6 @@ from reshard.live.program.messages import IovecCall
 from reshard.live.session.shared_memory import AbortFlags, SharedBuffer
 from reshard.live.session.store import TCPStore
 
-__all__ = [
-    "CONNECT_SECONDS", "HostPeer", "Listener", "connected_store",
-    "host_identity", "is_closed", "serve_store",
-]  # fmt: skip
-
 BROKEN_PEER = (OSError, ValueError, TypeError, IndexError)
 """Exceptions raised when a peer has exited or sends malformed data."""
 MAX_INTRODUCTION = 4096

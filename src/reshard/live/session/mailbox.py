@@ -34,8 +34,6 @@ from reshard.live.session.control import (
 from reshard.live.session.shared_memory import SharedBuffer
 from reshard.live.session.store import OwnedLock
 
-__all__ = ["MAX_AHEAD", "MAX_TEXT", "Inbox", "Mailbox", "decode", "encode"]
-
 _MAGIC = b"rsh4"
 _FIELDS: dict[type, str] = {
     Hello: "Q16sQQQQQQQQQQ",

@@ -50,8 +50,6 @@ from reshard.live.session.store import (
 from reshard.live.session.wait_graph import Member, WaitGraph
 from reshard.text import first_line
 
-__all__ = ["CONNECTED", "Connections", "Rendezvous", "Resource", "decide"]
-
 CONNECTED = "connected"
 """The outcome of a rendezvous that succeeded."""
 

@@ -27,11 +27,6 @@ from reshard.live.session.store import OwnedLock, Store, UndecidedError, Worker,
 from reshard.live.session.wait_graph import Member
 from reshard.text import count, log
 
-__all__ = [
-    "Key", "Session", "Ticket", "all_connections", "is_inherited", "open_tickets",
-    "session_of", "sessions",
-]  # fmt: skip
-
 TURN_PAUSE = 0.002
 """Seconds between two checks whether earlier calls have connected the session or given up."""
 

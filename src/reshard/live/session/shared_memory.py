@@ -23,10 +23,6 @@ from reshard.live.copy.cuda_driver import CudaError, Driver
 from reshard.live.copy.host import array_at
 from reshard.live.session.store import OwnedLock
 
-__all__ = [
-    "DONE", "REACHED", "AbortFlags", "BufferPool", "CallSignals", "SharedBuffer", "Signals",
-]  # fmt: skip
-
 _numbers = count(1)
 
 

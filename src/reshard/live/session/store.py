@@ -25,16 +25,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar, cast
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, Work
+from torch._C._distributed_c10d import PrefixStore as PrefixStore
+from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import TCPStore as TCPStore
+from torch._C._distributed_c10d import Work as Work
 
 from reshard.errors import MoveTimeoutError, PeerLostError
 from reshard.text import first_line
-
-__all__ = [
-    "END_SECONDS", "REQUEST_SECONDS", "GroupStore", "OwnedLock", "PrefixStore", "Store",
-    "StoreClient", "StoreGoneError", "TCPStore", "Task", "UndecidedError", "Work", "Worker",
-    "clone_of", "own_connection", "poll_until", "release_locks_of",
-]  # fmt: skip
 
 REQUEST_SECONDS = 1.0
 """How long the store may take to answer while a call fails, or waits."""

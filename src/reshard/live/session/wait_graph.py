@@ -31,8 +31,6 @@ from reshard.live.session.control import Calls, Cause, Waiting, ranks_with
 from reshard.live.session.mailbox import Inbox, Mailbox
 from reshard.live.session.store import END_SECONDS, REQUEST_SECONDS, Store, StoreClient
 
-__all__ = ["Member", "Wait", "WaitGraph"]
-
 LOOK_AFTER, LOOK_EVERY = 0.4, 0.25
 PREFIX = "reshard/waits"
 """Of the keys in the store of the caller's group, which all sessions share."""

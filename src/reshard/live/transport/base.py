@@ -60,8 +60,6 @@ from reshard.live.session.mailbox import Inbox
 from reshard.show.run_report import RoundReport, RunReport
 from reshard.text import format_bytes
 
-__all__ = ["Copies", "Exchange", "Transport", "Wait", "compile_copies", "compile_received"]
-
 
 class Transport(ABC):
     """Carries the messages of one call between this rank and some of its peers."""

@@ -25,8 +25,6 @@ from reshard.live.session.mailbox import decode, encode
 from reshard.live.transport.base import Transport, compile_copies, compile_received
 from reshard.live.transport.gloo_group import GlooGroup, Pending, in_short
 
-__all__ = ["GlooHellos", "GlooTransport", "direct_views"]
-
 PIECE_BYTES = 32 << 20  # A longer block goes in pieces, so that its progress can be seen
 
 NO_LIMIT = timedelta(days=1)

@@ -30,8 +30,6 @@ from reshard.live.session.control import Cause
 from reshard.live.session.rendezvous import Connections
 from reshard.live.session.store import OwnedLock, PrefixStore, Store, Task, Work, Worker, clone_of
 
-__all__ = ["GlooGroup", "GlooGroups", "Pending", "await_task", "begin_epoch", "finish_epoch"]
-
 END_SECONDS = 1.0
 """Seconds that an idle worker may take to end: none may be left when the process exits."""
 

@@ -31,10 +31,6 @@ from reshard.live.session.rendezvous import Connections, Resource
 from reshard.live.session.shared_memory import SharedBuffer, Signals
 from reshard.live.transport.in_flight import InFlight
 
-__all__ = [
-    "Exports", "GpuMemory", "Mappings", "Published", "StagingBuffer", "Table", "has_gpu",
-]  # fmt: skip
-
 Export = tuple[Allocation, bytes]
 """An allocation and its handle."""
 

@@ -45,8 +45,6 @@ from reshard.live.transport.gpu_pulls import (
 )
 from reshard.live.transport.in_flight import TURN_PAUSE, InFlightCall
 
-__all__ = ["GpuPeerTransport"]
-
 POLL_SECONDS = 0.0002
 """How long to poll for messages of peers before this rank sleeps until they come."""
 

@@ -23,8 +23,6 @@ from reshard.live.program.messages import message_of, on_grid
 from reshard.live.program.rounds import Program, Transfer
 from reshard.live.session.shared_memory import REACHED, AbortFlags, CallSignals
 
-__all__ = ["ENTERED", "GpuWork", "PeerViews", "Pull", "Pulls", "done_step", "round_step"]
-
 ENTERED = 1  # the step at which a stream has reached the call, so that its source tensors are ready
 
 

@@ -30,8 +30,6 @@ from reshard.live.session.rendezvous import Connections, Resource
 from reshard.live.transport.gpu_memory import GpuMemory, has_gpu
 from reshard.planning.plans import Plan
 
-__all__ = ["GpuRoutes", "GpuTrials", "Pair", "choose_routes", "find_routes"]
-
 Pair = tuple[int, int]
 """Two ranks, the lower one first."""
 

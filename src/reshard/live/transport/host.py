@@ -29,8 +29,6 @@ from reshard.live.session.control import Hello, Ready, Released
 from reshard.live.session.shared_memory import SharedBuffer
 from reshard.live.transport.base import Copies, Transport, compile_copies, compile_received
 
-__all__ = ["HostTransport", "PeerMemory"]
-
 MAX_KEPT = 4  # compiled forms of a round, for tensors of peers that are or are not contiguous
 
 HEARTBEAT_EVERY = 0.02

@@ -20,8 +20,6 @@ from reshard.live.session.rendezvous import Connections, Resource
 from reshard.live.session.session import Ticket
 from reshard.live.session.store import Worker
 
-__all__ = ["Abortable", "InFlight", "InFlightCall", "Work", "check_earlier_calls"]
-
 PATIENCE = 0.02
 """Seconds after which the thread looks at work for the first time: most is complete by then, and a
 thread that runs meanwhile would slow the caller down."""

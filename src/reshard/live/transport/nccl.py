@@ -45,8 +45,6 @@ from reshard.live.transport.gpu_memory import StagingBuffer
 from reshard.live.transport.in_flight import InFlight, InFlightCall
 from reshard.live.transport.nccl_group import NcclGroup
 
-__all__ = ["NcclGroups", "NcclTransport"]
-
 GATHER_BYTES = 4 << 20
 """Messages from this size on are gathered. Measured on 4 ranks: below it sends take less time,
 above it 15 to 25 % more (``benchmarks/reports/gpu_move.md``)."""

@@ -31,8 +31,6 @@ import torch.distributed as dist
 from reshard.errors import LiveError, MoveTimeoutError, PeerLostError
 from reshard.live.session.store import PrefixStore, Store, Task, Worker
 
-__all__ = ["NcclGroup", "NcclWork", "WaitForTask"]
-
 PeerTensors = Sequence[tuple[int, torch.Tensor]]
 """Ranks of the group, each with a contiguous tensor that is sent to it or received from it."""
 

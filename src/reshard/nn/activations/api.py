@@ -37,11 +37,6 @@ from reshard.tensors.kinds import not_compiled
 from reshard.tensors.moving import move
 from reshard.text import quoted
 
-__all__ = [
-    "ReshardedForward", "Resharding", "input_reshard", "pack_activation", "resharded_activations",
-    "resharding_of", "unpack_activation",
-]  # fmt: skip
-
 
 class Resharding:
     """The modules of one `input_reshard` call; ``remove`` restores their forwards."""

@@ -39,8 +39,6 @@ from reshard.nn.activations.restore import Restorer
 from reshard.tensors.kinds import not_compiled, wait_ready
 from reshard.text import format_bytes, parse_bytes
 
-__all__ = ["Budget", "Policy", "SavedTensorHooks", "choose_whole"]
-
 
 class Policy:
     """Decides how saved tensors are kept, for all modules of one `input_reshard` call."""

@@ -23,8 +23,6 @@ from reshard.errors import StateError
 from reshard.tensors.dtensor.wrapping import dtensor_of
 from reshard.text import format_bytes
 
-__all__ = ["Region", "SavedTensor", "SavedView", "Stats", "share_of"]
-
 NUM_SAMPLES = 32
 """Bytes of a region that are compared across ranks to tell regions apart; a multiple of 8."""
 

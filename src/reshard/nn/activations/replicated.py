@@ -25,10 +25,6 @@ from torch.utils._pytree import tree_leaves
 
 from reshard.errors import require_type
 
-__all__ = [
-    "Parameters", "ReplicatedInputs", "TensorLocation", "is_plain", "mark_replicated", "mesh_axis",
-]  # fmt: skip
-
 RESCAN_PERIOD = 256
 """Lookups after which the parameters of a model are listed again."""
 

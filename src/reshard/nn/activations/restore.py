@@ -35,8 +35,6 @@ from reshard.nn.activations.region import Region
 from reshard.planning.plans import Plan, plan
 from reshard.tensors.tensor_move import plan_bytes
 
-__all__ = ["Restorer", "restorer_of"]
-
 NUMBERS = "numbers"
 """The name of the tensor with the numbers that each rank sends."""
 MAX_BATCH_BYTES = 8 << 20

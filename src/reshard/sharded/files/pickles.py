@@ -44,8 +44,6 @@ from reshard.tensors.kinds import this_rank
 from reshard.tensors.local import piece_view
 from reshard.text import first_line, quoted
 
-__all__ = ["load_files", "rebuild_sharded_tensor", "reduce", "written_for_all"]
-
 State = dict[str, Any]
 
 _from_other_ranks: ContextVar[bool] = ContextVar("_from_other_ranks", default=False)

@@ -52,8 +52,6 @@ from reshard.tensors.kinds import this_rank
 from reshard.tensors.local import box_view, piece_view
 from reshard.text import quoted
 
-__all__ = ["CheckpointTensor", "install", "pre_load_state_dict_hook", "state_dict_hook"]
-
 Tensors = dict[str, Any]
 Function = Callable[..., Any]
 LOADING = "loading a full state dict (with broadcast_from_rank0=True rank 0 alone may have it)"

@@ -42,8 +42,6 @@ from reshard.sharded.ops.dtensor import (
 )
 from reshard.tensors.kinds import this_rank
 
-__all__ = ["dispatch"]
-
 aten = torch.ops.aten
 
 TRUTH = {aten.any, aten.all}

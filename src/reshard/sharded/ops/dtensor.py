@@ -38,11 +38,6 @@ from reshard.tensors.kinds import materialize, this_rank
 from reshard.tensors.local import whole_on
 from reshard.text import first_line
 
-__all__ = [
-    "Args", "Kwargs", "Op", "Value", "each_value", "first_content", "fits_dtensor", "from_dtensor",
-    "run_in_dtensor", "to_dtensor", "unsupported", "written",
-]  # fmt: skip
-
 aten = torch.ops.aten
 
 NEED_WHOLE = {

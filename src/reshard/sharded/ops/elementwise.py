@@ -29,10 +29,6 @@ from reshard.sharded.ops.dtensor import Args, Kwargs, Op, Value, run_in_dtensor,
 from reshard.tensors.kinds import this_rank
 from reshard.tensors.local import box_view
 
-__all__ = [
-    "is_elementwise", "is_loss", "is_on_lists", "run_elementwise", "run_loss", "run_on_lists",
-]  # fmt: skip
-
 aten = torch.ops.aten
 
 ELEMENTWISE = {

@@ -23,8 +23,6 @@ from reshard.sharded.move import all_agree
 from reshard.sharded.ops.dtensor import Args, Kwargs, each_value
 from reshard.sharded.ops.lookup import call_on_inputs
 
-__all__ = ["allclose", "call", "custom_sharded_op_impl", "custom_sharding_spec_op", "equal"]
-
 HEADS = 1
 """The dim of heads; tensors are (batch, heads, sequence, head dim)."""
 

@@ -33,8 +33,6 @@ from reshard.tensors.agreement import Agreement
 from reshard.tensors.kinds import materialize, this_rank
 from reshard.text import first_line
 
-__all__ = ["call_on_inputs"]
-
 Function = Callable[..., Any]
 
 

@@ -27,10 +27,6 @@ from reshard.text import printable, shorten
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-__all__ = [
-    "Card", "Document", "Field", "Footer", "Lane", "LaneBar", "Move", "Run", "Side", "as_json",
-    "clean", "render_fragment", "render_page",
-]  # fmt: skip
 
 MAX_NAME = 400
 

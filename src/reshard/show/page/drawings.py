@@ -38,11 +38,6 @@ from reshard.show.holdings import Cell, Picture
 from reshard.show.traffic import Matrix, short_bytes
 from reshard.text import format_bytes, shorten
 
-__all__ = [
-    "FILLS", "LOOKS", "TEXTURES", "Colours", "Drawing", "Link", "Rect", "Table", "Tick",
-    "drawing_of", "links_of", "palette", "table_of",
-]  # fmt: skip
-
 WIDTH = 400.0
 MAX_HEIGHT = 240.0
 LETTER = 7.3

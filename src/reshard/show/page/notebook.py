@@ -35,8 +35,6 @@ from reshard.show.run_report import RunReport
 from reshard.show.traffic import traffic_matrix
 from reshard.text import format_shape, shorten
 
-__all__ = ["layout_cell", "plan_cell", "run_cell", "sample_shape", "text_cell"]
-
 MAX_DRAWN = 2
 MAX_ELEMENTS = 1 << 24
 MAX_TEXT = 100_000

@@ -47,11 +47,6 @@ from reshard.show.terminal import table
 from reshard.show.traffic import Matrix, to_trace, traffic_matrix
 from reshard.text import count, format_bytes, shorten
 
-__all__ = [
-    "cards_of", "document_of", "kinds_of", "legend_of", "moves_of", "render", "run_of", "save",
-    "side_of",
-]  # fmt: skip
-
 KINDS = (".html", ".json", ".trace")
 MAX_GROUPS = 16
 MAX_CELLS = (32, 24)

@@ -25,8 +25,6 @@ from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.words import held
 from reshard.tensors.dtensor.placements import Placed, check_placements
 
-__all__ = ["BoxMove", "box_move"]
-
 Intervals = tuple[Interval, ...]
 Dims = tuple[Intervals, ...]
 """Intervals of each dim; every combination of them is a box."""

@@ -33,11 +33,6 @@ from reshard.layout.mesh import RESERVED, Mesh
 from reshard.layout.words import Chunk, Cut, Cuts, Cyclic, Packed, Segment, Words, check_shape, held
 from reshard.tensors.kinds import this_rank
 
-__all__ = [
-    "OPS", "Placed", "ShardOrder", "axis_names", "check_placements", "layout_from", "mesh_of",
-    "nested_layout", "placements_of", "positive_dims",
-]  # fmt: skip
-
 _REFUSED = RESERVED | {"self"}
 """Names that an axis cannot have; ``self`` because ``Mesh`` takes axes as keywords."""
 

@@ -35,7 +35,6 @@ from reshard.tensors.dtensor.wrapping import (
     Reading,
     SpecFields,
     check_shape_of,
-    differentiable_local,
     dtensor_local,
     dtensor_of,
     dtensor_with,
@@ -45,13 +44,9 @@ from reshard.tensors.dtensor.wrapping import (
     reading_of,
     spec_from,
 )
+from reshard.tensors.dtensor.wrapping import differentiable_local as differentiable_local
 from reshard.tensors.kinds import this_rank
 from reshard.tensors.tensor_move import NO_OPTIONS, USUAL_MEMORY, TensorMove, move_between
-
-__all__ = [
-    "Redistribution", "Settings", "differentiable_local", "expressible", "is_special",
-    "layout_from", "redistribute", "redistribution", "remember", "repeat", "wrap_moved",
-]  # fmt: skip
 
 OnMesh = tuple[DeviceMesh, Sequence[Placement]]
 

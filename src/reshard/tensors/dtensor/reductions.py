@@ -26,8 +26,6 @@ from reshard.dtypes import accumulator
 from reshard.errors import LayoutError, TensorError
 from reshard.tensors.kinds import this_rank
 
-__all__ = ["LocalWork", "work_for"]
-
 Placements = tuple[Placement, ...]
 
 _LINEAR = {"sum", "avg"}

@@ -26,13 +26,6 @@ from reshard.tensors.dtensor.placements import (
 )
 from reshard.tensors.kinds import this_rank, wait_ready
 
-__all__ = [
-    "Reading", "SpecFields", "check_shape_of", "differentiable_local", "dtensor_layout",
-    "dtensor_local", "dtensor_of", "dtensor_with", "expected_of", "fields_of",
-    "gradient_placements", "reading_of", "spec_from",
-]  # fmt: skip
-
-
 Reading = tuple[ShardOrder, bool]
 """A shard order, if there is one, and whether strided shards are an order of nesting."""
 

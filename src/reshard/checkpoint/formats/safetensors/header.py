@@ -53,11 +53,6 @@ from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.layout.box import row_major
 from reshard.text import quoted
 
-__all__ = [
-    "KEY", "RESERVED", "SHARDING", "BuiltHeader", "OwnMetadata", "OwnTensor",
-    "build_header", "header_length", "parse_header", "read_json",
-]  # fmt: skip
-
 MAX_HEADER = 100_000_000
 """The limit of the safetensors library."""
 

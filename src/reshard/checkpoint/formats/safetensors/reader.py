@@ -45,11 +45,6 @@ from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.layout.box import Box
 from reshard.text import and_more, quoted
 
-__all__ = [
-    "Contents", "Own", "check_counts", "find_index", "index_files", "read_headed", "read_headers",
-    "read_sharded", "read_whole",
-]  # fmt: skip
-
 FIRST_READ = 1 << 14
 """Bytes of each file that are read first; most headers fit."""
 BATCH = 1000

@@ -25,8 +25,6 @@ from reshard.layout.box import Box, Piece, row_major
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.text import quoted
 
-__all__ = ["full", "ranks", "sharded"]
-
 MAX_BOXES = 64
 """Boxes of one tensor on one rank: each beyond the first needs another file."""
 

@@ -27,11 +27,6 @@ from reshard.checkpoint.storage.local import Range, Storage
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.text import quoted
 
-__all__ = [
-    "ALIGNMENT", "Archive", "ArchiveWriter", "Member", "archive_crcs", "each_archive",
-    "is_archive", "read_archives",
-]  # fmt: skip
-
 HEAD, TAIL = 1024, 1024
 """Bytes of both ends of an archive that are read first; enough for one tensor."""
 MAX_PICKLE = 1 << 28

@@ -42,8 +42,6 @@ from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.text import and_more, format_bytes, quoted
 
-__all__ = ["check_no_zero_files", "read_torch", "read_torch_file"]
-
 _FLAT = re.compile(r"(?:^|/)(?:\w+_)?zero_pp_rank_\d+_mp_rank_\d+\w*\.pt\Z")
 _UNIVERSAL = re.compile(r"(?:^|/)zero/[^/]+/(?:fp32|exp_avg|exp_avg_sq)\.pt\Z")
 _ADVICE = (

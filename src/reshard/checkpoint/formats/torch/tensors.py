@@ -28,11 +28,6 @@ from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.layout.box import row_major
 from reshard.text import format_bytes
 
-__all__ = [
-    "STORAGE_DTYPES", "Visits", "as_json", "dtype_of", "is_plain", "is_tensor", "object_texts",
-    "tensor_of", "within",
-]  # fmt: skip
-
 STORAGE_DTYPES = {
     "BoolStorage": "bool", "ByteStorage": "uint8", "CharStorage": "int8", "ShortStorage": "int16",
     "IntStorage": "int32", "LongStorage": "int64", "HalfStorage": "float16",

@@ -26,8 +26,6 @@ from typing import Any, NoReturn
 from reshard.errors import DamageError, UnsupportedError
 from reshard.text import quoted
 
-__all__ = ["Global", "Record", "unpickle"]
-
 MAX_NAME = 1 << 10
 """Characters of the name of a module, and of a name in it."""
 COPIES, FREE_COPIES = 4, 1 << 12
