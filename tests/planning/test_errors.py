@@ -228,6 +228,13 @@ def test_a_join_names_the_part_that_lacks() -> None:
                 names={"wqk": rs.join("wq", "wk", dim=0)})  # fmt: skip
 
 
+def test_the_error_of_a_cap_tells_of_no_other_error() -> None:
+    have, want = rs.Layout(rs.Mesh(x=8), "x -"), rs.Layout(rs.Mesh(y=8, ranks=range(8, 16)), "- y")
+    with pytest.raises(rs.MemoryCapError) as caught:
+        rs.plan(have, want, shape=(64, 64), dtype="float32", memory=1)
+    assert caught.value.__context__ is None
+
+
 def smallest_cap(make: Callable[[int], rs.Plan]) -> int:
     """The cap that the error for no memory at all names; 0 where none is needed."""
     try:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from math import prod
-from operator import index
+from operator import eq, index
 from types import MappingProxyType
 from typing import Never
 
@@ -219,7 +219,8 @@ def _as_ranks(ranks: Sequence[int]) -> Sequence[int]:
         )
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     even = range(ranks[0], ranks[-1] + 1, step) if ranks and step > 0 else ()
-    return even if tuple(even) == tuple(ranks) and ranks else tuple(ranks)
+    # Compared in length first: a step of 1 to a large last rank is a long range.
+    return even if len(even) == len(ranks) and all(map(eq, even, ranks)) else tuple(ranks)
 
 
 def parse_ranks(text: str, where: str) -> Sequence[int]:

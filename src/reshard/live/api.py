@@ -19,6 +19,7 @@ from reshard.live.failure.cleanup import abandon, with_ticket
 from reshard.live.inputs.bound import Tensors
 from reshard.live.inputs.request import Options, options_from
 from reshard.live.session.session import Ticket, all_connections
+from reshard.live.session.store import UndecidedError
 from reshard.live.transport.in_flight import InFlight
 from reshard.planning.plans import Plan
 from reshard.show.run_report import RunReport
@@ -112,7 +113,8 @@ class Handle:
             with streams.used(call.all_tensors()):
                 self._result = call.run()
         except BaseException as error:
-            self._error = error
+            # An internal one has the user's inside, also when the call was ended meanwhile.
+            self._error = error.error if isinstance(error, UndecidedError) else error
             if not call.ticket.over:
                 call.ticket.in_thread = False
                 self._error = abandon(call.ticket, error)

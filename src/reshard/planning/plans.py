@@ -180,17 +180,19 @@ class Plan:
         self.compiled: Any = None
         """What the live engine has compiled for this rank; `release` frees it."""
 
-    def _arrange(self, listed: bool = False) -> tuple[tuple[Flow, ...], Schedule]:
+    def _arrange(self) -> tuple[tuple[Flow, ...], Schedule]:
         """Share the work and put it into rounds; list every row only where the cap demands it."""
-        if self._home is None:
-            flows = flows_of(self.stacks, self.world, listed)
-        else:
-            flows = host_flows(self.stacks, self.world, self._home)
-        try:
-            loads = [load_of(flow, self.world) for flow in flows]
-            return tuple(flows), schedule(loads, self.memory)
-        except TooTightError:
-            return self._arrange(listed=True)
+        for listed in (False, True):
+            if self._home is None:
+                flows = flows_of(self.stacks, self.world, listed)
+            else:
+                flows = host_flows(self.stacks, self.world, self._home)
+            try:
+                loads = [load_of(flow, self.world) for flow in flows]
+                return tuple(flows), schedule(loads, self.memory)
+            except TooTightError:
+                continue
+        raise AssertionError("listed flows are never too tight")
 
     @cached_property
     def _home(self) -> Home | None:

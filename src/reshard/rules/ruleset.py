@@ -44,7 +44,8 @@ from reshard.text import quoted
 class Rules:
     """Name patterns with a layout each, and the numbers of the model they need."""
 
-    source: str  # what errors call these rules: a family, a file, or the text itself
+    source: str
+    """What errors call these rules: a family, a file, or the text itself."""
     document: Document = field(repr=False)
     _tables: dict[Mesh, Table] = field(default_factory=dict, init=False, repr=False, compare=False)
 

@@ -130,7 +130,11 @@ class ShardedTensor(CheckpointTensor):
     def resharded(self, resharding_spec: ShardingSpec) -> ShardedTensor:
         """The same values in the layout of another spec; the tensor itself if nothing changes."""
         target = reshard_target(self._content, resharding_spec)
-        return self if target is None else cast(ShardedTensor, autograd.to_layout(self, target))
+        if target is None:
+            return self
+        if self.requires_grad and torch.is_grad_enabled():
+            return cast(ShardedTensor, autograd.to_layout(self, target))
+        return tensor_of(move_like(self._content, target))
 
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
         """Move this tensor itself to the layout of another spec, as torch does, and return it.
@@ -372,17 +376,20 @@ def filled_tensor(
     size: Sequence[Size],
     *,
     dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    pin_memory: bool = False,
+    memory_format: torch.memory_format = torch.contiguous_format,
     process_group: Group = None,
     init_rrefs: bool = False,
-    **options: Any,
 ) -> ShardedTensor:
-    """A tensor of which every rank fills its own shards; ``options`` are tensor properties."""
+    """A tensor of which every rank fills its own shards."""
     kind = torch.get_default_dtype() if dtype is None else dtype
-    properties = TensorProperties(kind, **options)
+    properties = TensorProperties(kind, layout, requires_grad, memory_format, pin_memory)
     content = create.content_for(spec, create.size_of(size), properties, process_group)
     fill = partial(fill, dtype=kind, device=content.device)
-    if properties.pin_memory:
+    if pin_memory:
         fill = partial(fill, pin_memory=True)
     shapes = part_shapes(content.layout, this_rank(), content.shape)
     content = content.with_parts([fill(shape) for shape in shapes])
-    return tensor_of(content, properties.requires_grad, init_rrefs)
+    return tensor_of(content, requires_grad, init_rrefs)

@@ -98,6 +98,7 @@ class RunReport:
     """What makes a time of that clock a time of day, which other hosts have as well."""
 
     def begin_round(self, number: int, started: float) -> RoundReport:
+        """The report of a round that begins."""
         part = RoundReport(number, started=started)
         self.rounds.append(part)
         return part
@@ -144,6 +145,7 @@ class RunReport:
         return found
 
     def to_dict(self) -> dict[str, Any]:
+        """The report as plain data."""
         rounds = [asdict(part) for part in self.rounds]
         for part in rounds:
             del part["events"], part["started"]

@@ -203,12 +203,15 @@ def _messages(plan: Plan, groups: Groups) -> dict[int, Messages]:
 def _grouped(sent: list[tuple[Ints, Ints, Ints]], groups: Groups) -> Messages:
     """Add up what goes from one group to another, and count the pairs of ranks."""
     source, destination, sizes = (np.concatenate(column) for column in zip(*sent, strict=True))
-    pairs, inverse = np.unique([source, destination], axis=1, return_inverse=True)
-    totals = np.bincount(inverse.reshape(-1), weights=sizes)
+    first, second = (np.searchsorted(groups.numbers, ranks) for ranks in (source, destination))
+    pairs, inverse = np.unique(first * len(groups.numbers) + second, return_inverse=True)
+    totals = np.bincount(inverse, weights=sizes)
     found: dict[tuple[int, int], tuple[int, int]] = {}
-    for pair, size in zip(groups.find(pairs).T.tolist(), totals.tolist(), strict=True):
-        total, count = found.get(tuple(pair), (0, 0))
-        found[tuple(pair)] = total + int(size), count + 1
+    for pair, size in zip(pairs.tolist(), totals.tolist(), strict=True):
+        places = divmod(pair, len(groups.numbers))
+        key = int(groups.of[places[0]]), int(groups.of[places[1]])
+        total, count = found.get(key, (0, 0))
+        found[key] = total + int(size), count + 1
     return sorted(found.items())
 
 

@@ -417,6 +417,15 @@ def test_a_missing_torch_file_is_named(tmp_path: Path) -> None:
         read(tmp_path, None, None)
 
 
+@pytest.mark.parametrize("state", [{"w": torch.ones(1)}, {"a": 1}])
+def test_a_torch_file_of_several_that_is_named_alone(tmp_path: Path, state: Any) -> None:
+    path = tmp_path / "pytorch_model-00001-of-00002.bin"
+    torch.save(state, path)
+    assert inspect(path).notes == (
+        "pytorch_model-00002-of-00002.bin and other files of the same set were not given",
+    )
+
+
 class Sparse(io.RawIOBase):
     """A file in which long runs are holes; they are taken to be zeros."""
 

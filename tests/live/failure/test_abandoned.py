@@ -15,12 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from reshard.errors import MoveTimeoutError
+from reshard.live.api import Handle
 from reshard.live.call import Call
 from reshard.live.failure import cleanup
-from reshard.live.session.session import sessions
+from reshard.live.session.session import Ticket, sessions
 from reshard.live.session.shared_memory import BufferPool
-from reshard.live.session.store import GroupStore, StoreGoneError
+from reshard.live.session.store import GroupStore, StoreGoneError, UndecidedError
 from reshard.live.transport.host import HostTransport
+from reshard.show.run_report import RunReport
 from tests.live.failure.faults import Tried, plan_of, source_of, tried
 from tests.ranks.pool import fresh_ranks
 from tests.ranks.rank import tell
@@ -261,3 +264,17 @@ def test_a_buffer_stays_mapped_while_the_thread_of_an_abandoned_call_reads_it() 
         assert first.kind == ("KeyboardInterrupt" if rank == 1 else "LiveError"), first
         assert then.kind == "moved", then
         assert is_right, rank
+
+
+def test_a_call_that_was_ended_meanwhile_raises_the_error_of_the_user() -> None:
+    """The store of the group was stopped for longer than the timeout; the call was interrupted."""
+    stub = mock.Mock(ticket=Ticket(None), in_flight=None, **{"gpus.return_value": ()})
+    stub.all_tensors.return_value = ()
+
+    def run() -> None:
+        stub.ticket.finish()
+        raise UndecidedError(0, 1.0, "the move")
+
+    stub.run = run
+    with pytest.raises(MoveTimeoutError, match="has not answered for 1 s"):
+        Handle(stub, RunReport(0, 0, "")).wait()

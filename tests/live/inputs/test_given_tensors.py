@@ -199,6 +199,22 @@ def test_sources_that_nobody_wants(pool: Pool) -> None:
     pool.run(unread_sources, ranks=FOUR)
 
 
+def tensors_of_other_ranks(rank: int) -> None:
+    """What is given and of which nothing is here says nothing of the device of results."""
+    have = {"a": rs.TensorSpec((8,), "float32", rs.Layout(rs.Mesh(x=1, ranks=[1]), "x"))}
+    have["b"] = rs.TensorSpec((8,), "float32", rs.Layout(rs.Mesh(x=1), "x"))
+    whole = rs.Layout(rs.Mesh(x=2), "-")
+    want = {name: rs.TensorSpec((8,), "float32", whole) for name in have}
+    mine = {"b": torch.arange(8.0)} if rank == 0 else {"a": -torch.arange(8.0)}
+    other = "a" if rank == 0 else "b"
+    out = rs.plan(have, want).run({other: torch.empty(8, device="meta"), **mine}, timeout=20)
+    same_bits(out, {"a": -torch.arange(8.0), "b": torch.arange(8.0)})
+
+
+def test_tensors_of_which_nothing_is_here_do_not_choose_the_device(pool: Pool) -> None:
+    pool.run(tensors_of_other_ranks, ranks=range(2))
+
+
 def mixed_up_arguments(rank: int) -> None:
     have, want, full = {"a": spec(ROWS)}, {"a": spec(COLUMNS)}, {"a": numbered(FULL)}
     plan = rs.plan(have, want)

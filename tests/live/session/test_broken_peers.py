@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from reshard.errors import LiveError
 from reshard.live.failure import agreement
 from reshard.live.session import listener
 from reshard.live.session.control import Abort, Control, Hello, Ready, Waiting
@@ -98,6 +99,14 @@ def test_nonsense_from_a_peer(four: Pool, what: str, transport: str) -> None:
         assert one.kind in ("PeerLostError", "MoveTimeoutError", "LiveError"), one
         assert f"rank {BROKEN} " in one.message or what == "a broken cause", one
         assert one.seconds < within(1.5 + 1.5), one
+
+
+def test_a_door_that_is_closed_meanwhile_is_an_error_of_ours() -> None:
+    """As the cleanup thread closes it when the user has interrupted `wait`."""
+    door = listener.Listener(0)
+    members = dict.fromkeys(range(2), door.announced)
+    with pytest.raises(LiveError, match="rank 0 cannot accept connections"):
+        door.connect_all(members, 5, door.close, lambda step: None, lambda peers: AssertionError())
 
 
 def meet_strangers(rank: int) -> str:

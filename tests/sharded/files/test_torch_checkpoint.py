@@ -18,8 +18,10 @@ from torch.distributed._shard import sharded_tensor as theirs
 from torch.distributed._shard.metadata import ShardMetadata as TheirShard
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as TheirProperties
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Cut
@@ -36,7 +38,7 @@ from reshard.sharded import (
     shard_tensor,
 )
 from reshard.sharded.content import wrap
-from reshard.sharded.files.torch_checkpoint import _chunks_on, _num_elements
+from reshard.sharded.files.torch_checkpoint import _chunks_on, _num_elements, install
 from tests import generate
 from tests.cases import Side
 from tests.checks import build
@@ -65,6 +67,14 @@ def same_bits(found: torch.Tensor, wanted: torch.Tensor) -> bool:
         return False
     return torch.equal(*(torch.empty(one.shape, dtype=one.dtype).copy_(one).reshape(-1)
                          .view(torch.uint8) for one in (found, wanted)))  # fmt: skip
+
+
+def test_planners_of_others_are_called_by_keyword() -> None:
+    install()
+    item = WriteItem(MetadataIndex("lr"), WriteItemType.BYTE_IO)
+    stream = DefaultSavePlanner().transform_object(write_item=item, object=0.5)
+    stream.seek(0)
+    assert torch.load(stream) == 0.5
 
 
 def words(text: str, **axes: int) -> LayoutShardingSpec:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard.checkpoint.catalog import Catalog, Crc, StoredPiece, StoredTensor
 from reshard.checkpoint.storage.local import Storage, StoredFile
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh
     from reshard.rules import Rules
 
-
+T = TypeVar("T")
 _PLAIN = (int, float, type(None))
 MAX_SHOWN = 8
 MAX_DIMS = 32
@@ -166,20 +166,18 @@ class Reading:
         **fields: Any,
     ) -> Catalog:
         """The catalog of files with this content; for names that several have the first counts."""
-        used, last_first = {*contents, index}, [*contents.values()][::-1]
+        used, found = {*contents, index}, contents.values()
         return Catalog(
             self.storage.root,
             kind,
             tuple(contents),
             tensors,
             others=tuple(file for file in self.listed if file not in used),
-            metadata={key: text for one in last_first for key, text in one.metadata.items()},
-            values={name: value for one in last_first for name, value in one.values.items()},
-            nesting={name: path for one in last_first for name, path in one.nesting.items()},
-            left_out=tuple(
-                dict.fromkeys(name for one in contents.values() for name in one.left_out)
-            ),
-            crcs=tuple(crc for one in contents.values() for crc in one.crcs),
+            metadata=_first_of_each(one.metadata for one in found),
+            values=_first_of_each(one.values for one in found),
+            nesting=_first_of_each(one.nesting for one in found),
+            left_out=tuple(dict.fromkeys(name for one in found for name in one.left_out)),
+            crcs=tuple(crc for one in found for crc in one.crcs),
             **fields,
         )
 
@@ -191,6 +189,13 @@ class Reading:
                 break
             why = "the names of the other files imply it"
             self.findings.found(f"{self.storage.where(path)} is missing: {why}")
+
+
+def _first_of_each(dicts: Iterable[Mapping[str, T]]) -> dict[str, T]:
+    merged: dict[str, T] = {}
+    for one in dicts:
+        merged |= {key: value for key, value in one.items() if key not in merged}
+    return merged
 
 
 @dataclass(frozen=True, slots=True)

@@ -330,8 +330,8 @@ class CrcRecords:
     def finished(self, names: Iterable[str]) -> list[int]:
         """The records that are complete now that these tensors have been read."""
         found = Counter(which for name in names for which in self._of.get(name, ()))
-        self._left -= found
-        return sorted(found.keys() - self._left.keys())
+        self._left.subtract(found)
+        return sorted(which for which in found if not self._left[which])
 
 
 def are_small(requests: Mapping[str, ReadRequest]) -> bool:

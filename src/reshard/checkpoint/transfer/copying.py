@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -157,7 +157,9 @@ def _lead(offset: int, size: int) -> int:
 
 def _tensors(held: Iterable[PieceTable | StoredTensor]) -> list[StoredTensor]:
     """What is held, for tensors that are packed: no tables."""
-    return [one for one in held if isinstance(one, StoredTensor)]
+    found = [*held]
+    assert all(isinstance(one, StoredTensor) for one in found)
+    return cast(list[StoredTensor], found)
 
 
 def _cast_pack(pack: Pack, transfers: Sequence[Transfer], buffers: Buffers) -> Pack:

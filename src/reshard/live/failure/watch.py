@@ -152,6 +152,7 @@ class Watch:
         if self.handshaking and not client.is_stuck and longest > LOOK_EVERY:
             self._check_other_sessions(left)
         if self.ends is not None and now > self.ends:
+            self._suspect()  # a short deadline passes before the next look
             self._expire(peers, what, f"the deadline of {self.deadline:g} s")
         waits_long = now - began > min(POST_AFTER, self.timeout / 3)
         if waits_long:
@@ -322,11 +323,14 @@ class Watch:
             return
         self._looked = time.monotonic()
         posted = self._posted(self.call)
-        if self.suspect is not None and not self.connections.client.is_stuck:
-            with contextlib.suppress(PeerLostError):
-                self.suspect()
+        self._suspect()
         if posted is not None:
             self._raise(posted)
+
+    def _suspect(self) -> None:
+        if self.suspect is not None:
+            with contextlib.suppress(PeerLostError):
+                self.suspect()
 
     # The handshake -----------------------------------------------------------------------------
 

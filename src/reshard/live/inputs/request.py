@@ -125,10 +125,11 @@ def bind(
     if options.device is not None or not bound.tensors:
         bound.create(want, home_device(group, options))
     else:
-        # Where the source of the same name is, or else the first source.
-        first = next(one for one in tensors.values() if one is not None)
+        # Where the source of the same name is, or else the first one. A tensor that is given and of
+        # which nothing is here is not bound, and may be on any device.
         on_host = len(bound.tensors) - len(bound.on_devices)
         is_mixed = len(bound.devices) + min(on_host, 1) > 1
+        first = next(iter(bound.tensors.values()))
         bound.create(want, first.device, tensors if is_mixed else None)
     return bound
 

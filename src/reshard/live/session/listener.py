@@ -33,7 +33,7 @@ from reshard.live.program.messages import IovecCall
 from reshard.live.session.shared_memory import AbortFlags, SharedBuffer
 from reshard.live.session.store import TCPStore
 
-BROKEN_PEER = (OSError, ValueError, TypeError, IndexError)
+BROKEN_PEER = (OSError, ValueError, TypeError, LookupError)
 """Exceptions raised when a peer has exited or sends malformed data."""
 MAX_INTRODUCTION = 4096
 """Bytes of one introduction."""
@@ -146,8 +146,11 @@ class Listener:
             if link is None or is_closed(link):
                 if link is not None:
                     link.close()
-                self._watched[peer] = link = socket.socket(*UNIX)
-                link.setblocking(False)
+                try:
+                    self._watched[peer] = link = socket.socket(*UNIX)
+                    link.setblocking(False)
+                except OSError as error:
+                    raise LiveError(f"rank {self.rank} cannot open a socket: {error}") from None
                 try:
                     link.connect("\0" + name)
                     link.send(b"?")
@@ -164,8 +167,8 @@ class Listener:
 
         Other processes are rejected: those of another user at once, silent ones after a while.
         """
-        self._listener.settimeout(ACCEPT_SECONDS)
         try:
+            self._listener.settimeout(ACCEPT_SECONDS)
             link, _ = self._listener.accept()
         except TimeoutError:
             return False

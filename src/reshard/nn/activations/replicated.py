@@ -197,10 +197,11 @@ def mesh_axis(mesh: DeviceMesh, ranks: tuple[int, ...]) -> int | None:
     """The axis of a mesh along which these ranks, this one among them, are neighbours."""
     known = _axes.setdefault(mesh, {})
     if ranks not in known:
-        known[ranks] = None
+        found = None
         for axis in range(mesh.ndim):
             lines = mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()
             if sorted(ranks) in map(sorted, lines):
-                known[ranks] = axis
+                found = axis
                 break
+        known[ranks] = found  # at once: other threads look it up
     return known[ranks]

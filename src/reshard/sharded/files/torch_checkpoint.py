@@ -227,10 +227,10 @@ def _replaced(original: Function, replacement: Function) -> Function:
     return call
 
 
-def _transform_object(original: Function, *args: object) -> Any:
+def _transform_object(original: Function, *args: object, **options: object) -> Any:
     """One rank pickles objects that are no tensors."""
     with assigned(written_for_all, True):
-        return original(*args)
+        return original(*args, **options)
 
 
 def _gather_state_dict(original: Function, state_dict: object, **options: Any) -> Any:

@@ -208,16 +208,18 @@ def _with_replicas(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     simple = ContentTensor | int | float | str | torch.dtype | None
     if not kwargs and all(isinstance(arg, simple) for arg in args):
         return args, kwargs
-    values = each_value((*args, *kwargs.values()))
-    first = next((value for value in values if isinstance(value, ContentTensor)), None)
-    if first is None:
+    values = list(each_value((*args, *kwargs.values())))
+    sharded = [value for value in values if isinstance(value, ContentTensor)]
+    if not sharded or not any(map(_collects_gradient, values)):
         return args, kwargs
-    group = first._content.group
-
-    def replica(tensor: torch.Tensor) -> torch.Tensor:
-        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        collects = is_plain and tensor.requires_grad and tensor.numel() > 0
-        return replicated(tensor, group) if collects else tensor
-
-    replaced: tuple[Args, Kwargs] = map_nested(replica, (args, kwargs), torch.Tensor)
+    group = sharded[0]._content.group
+    replaced: tuple[Args, Kwargs] = map_nested(
+        lambda one: replicated(one, group) if _collects_gradient(one) else one, (args, kwargs)
+    )
     return replaced
+
+
+def _collects_gradient(value: object) -> bool:
+    """Whether a value is a plain tensor that requires gradients."""
+    kind = type(value) in (torch.Tensor, torch.nn.Parameter)
+    return kind and value.requires_grad and value.numel() > 0  # type: ignore[attr-defined]

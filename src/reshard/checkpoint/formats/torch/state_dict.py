@@ -132,8 +132,8 @@ def read_torch(reading: Reading, named: Sequence[StoredFile]) -> Catalog:
     here = tuple(file for file in files if "/" not in file.path)
     contents: Contents = {}
     _read_files(reading, here, contents)
-    if not findings.any and not any(one.tensors for one in contents.values()):
-        below = tuple(file for file in files if "/" in file.path)
+    below = tuple(file for file in files if "/" in file.path)
+    if below and not findings.any and not any(one.tensors for one in contents.values()):
         _read_files(reading, (*here, *below), contents)
     advice = f"name one of the files of {storage.root}"
     tensors = whole_tensors(contents.values(), findings, advice)
