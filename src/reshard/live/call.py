@@ -49,7 +49,7 @@ from reshard.live.transport.gloo_group import GlooGroups
 from reshard.live.transport.gpu_peer import GpuPeerTransport
 from reshard.live.transport.gpu_routes import GpuRoutes, GpuTrials, find_routes
 from reshard.live.transport.host import HostTransport
-from reshard.live.transport.in_flight import InFlightCall, check_earlier_calls
+from reshard.live.transport.in_flight import InFlight, InFlightCall, check_earlier_calls
 from reshard.live.transport.nccl import NcclTransport
 from reshard.planning.plans import Plan
 from reshard.show.progress import Bar, progress_of
@@ -127,7 +127,8 @@ class Call:
             limits = options.timeout, options.deadline
             common = (self.ticket, compiled.digest, compiled.what, *limits)
             watch = self.watch = Watch(*common, GRAD_CODES[self.grad])
-            check_earlier_calls(watch)
+            if watch.connections.existing(InFlight) is not None:
+                check_earlier_calls(watch)
         try:
             bound = bind(compiled.locals, self.tensors, self.into, self.ticket.group, options)
         except TensorError as error:

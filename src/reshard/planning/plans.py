@@ -222,7 +222,8 @@ class Plan:
 
     def for_rank(self, rank: int) -> RankPlan:
         """What one rank sends, receives and copies; derived without the others."""
-        require_type(rank, SupportsIndex, "for_rank()", "give the number of a rank")
+        if type(rank) is not int:
+            require_type(rank, SupportsIndex, "for_rank()", "give the number of a rank")
         if rank not in self.world:
             return RankPlan.of(rank, (), (), ())
         key = (rank, self.flows, self.schedule)

@@ -39,6 +39,7 @@ from reshard.live.session.shared_memory import AbortFlags, BufferPool, SharedBuf
 from reshard.live.session.store import (
     REQUEST_SECONDS,
     GroupStore,
+    Member,
     Store,
     StoreClient,
     StoreGoneError,
@@ -47,7 +48,7 @@ from reshard.live.session.store import (
     Worker,
     poll_until,
 )
-from reshard.live.session.wait_graph import Member, WaitGraph
+from reshard.live.session.wait_graph import WaitGraph
 from reshard.text import first_line
 
 CONNECTED = "connected"

@@ -23,8 +23,14 @@ from reshard.layout.mesh import format_ranks
 from reshard.live.session.control import Calls, Cause, Tag
 from reshard.live.session.mailbox import MAX_AHEAD
 from reshard.live.session.rendezvous import CONNECTED, Connections, Rendezvous, decide
-from reshard.live.session.store import OwnedLock, Store, UndecidedError, Worker, own_connection
-from reshard.live.session.wait_graph import Member
+from reshard.live.session.store import (
+    Member,
+    OwnedLock,
+    Store,
+    UndecidedError,
+    Worker,
+    own_connection,
+)
 from reshard.text import count, log
 
 TURN_PAUSE = 0.002

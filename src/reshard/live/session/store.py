@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import hashlib
 import os
 import queue
 import socket
@@ -372,3 +373,16 @@ class GroupStore(StoreClient):
 
     def _lost(self, reason: str) -> Exception:
         return StoreGoneError(reason)
+
+
+class Member:
+    """A rank of a session, as it is known before the ranks are connected."""
+
+    def __init__(self, group_store: Store, rank: int, ranks: tuple[int, ...]) -> None:
+        self.group_store, self.rank, self.ranks = group_store, rank, ranks
+        """The store of the caller's group, and the ranks of the session."""
+        self._prefix = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
+
+    def key(self, call: int, what: str) -> str:
+        """A key of this session in the store of the caller's group."""
+        return f"reshard/{self._prefix}/{call}/{what}"

@@ -16,7 +16,6 @@ and only if it is the only one: a rank that waits in another thread may still ca
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import secrets
 import threading
@@ -29,7 +28,7 @@ from reshard.errors import PeerLostError
 from reshard.layout.mesh import format_ranks
 from reshard.live.session.control import Calls, Cause, Waiting, ranks_with
 from reshard.live.session.mailbox import Inbox, Mailbox
-from reshard.live.session.store import END_SECONDS, REQUEST_SECONDS, Store, StoreClient
+from reshard.live.session.store import END_SECONDS, REQUEST_SECONDS, Member, Store, StoreClient
 
 LOOK_AFTER, LOOK_EVERY = 0.4, 0.25
 PREFIX = "reshard/waits"
@@ -45,19 +44,6 @@ OLD_AFTER = 6 * POST_EVERY
 
 _observing: set[int] = set()
 """The calls of this process that wait for other ranks to call, by identity."""
-
-
-class Member:
-    """A rank of a session, as it is known before the ranks are connected."""
-
-    def __init__(self, group_store: Store, rank: int, ranks: tuple[int, ...]) -> None:
-        self.group_store, self.rank, self.ranks = group_store, rank, ranks
-        """The store of the caller's group, and the ranks of the session."""
-        self._prefix = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
-
-    def key(self, call: int, what: str) -> str:
-        """A key of this session in the store of the caller's group."""
-        return f"reshard/{self._prefix}/{call}/{what}"
 
 
 @dataclass(frozen=True, slots=True)

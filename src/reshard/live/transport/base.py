@@ -229,8 +229,9 @@ class Exchange:
                 listed.add(one.width, one.source, one.destination)
         copies = compile_copies(listed, self.bound) if listed else None
         addends = [one for transfers in both for one in transfers if one.addend >= 0]
-        found = round_.kept[key] = copies, sums_of(addends, self.program.staging)
-        return found
+        sums = sums_of(addends, self.program.staging) if addends else []
+        round_.kept[key] = copies, sums
+        return copies, sums
 
     def _add_up(self, round_: Round, sums: Sequence[OrderedSum], arrived: Arrived) -> int:
         """Add up, and let go of the messages; gives the bytes of the largest accumulator."""
