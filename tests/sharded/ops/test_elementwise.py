@@ -391,3 +391,18 @@ def custom(rank: int) -> None:
 
 def test_B69_B70_B71_custom_operations(pool: Pool) -> None:
     pool.run(custom, ranks=FOUR)
+
+
+def channels_last(rank: int) -> int:
+    """Memory formats have four dims; a rank without parts has none to lay out."""
+    full = values(2, 3, 4, 4)
+    tensor = sharded(full, chunk(0, [0, 1]))
+    copied = tensor.clone(memory_format=torch.channels_last)
+    check_close(copied, full)
+    parts = copied._content.parts
+    assert all(part.is_contiguous(memory_format=torch.channels_last) for part in parts)
+    return len(parts)
+
+
+def test_a_memory_format_on_a_rank_without_parts(pool: Pool) -> None:
+    assert pool.run(channels_last, ranks=FOUR) == [1, 1, 0, 0]
