@@ -111,6 +111,7 @@ class Task(Generic[T]):
 
     def wait(self, seconds: float) -> bool:
         """Wait until the work is done, up to a limit; whether it is done."""
+        # An exception in between leaves it locked; `done` is true by then, so nobody waits for it.
         if not self.done and self._running.acquire(timeout=seconds):
             self._running.release()
         return self.done
