@@ -68,7 +68,7 @@ def skip_exchange(ticket: Ticket, plan: Plan, options: Mapping[str, Any]) -> boo
     if compiled is None:
         return False
     if options.get("check") != "never" and len(compiled.ranks) > 1:
-        session, checked = compiled.session(), options_from(options)
+        session, checked = compiled.session(ticket.group), options_from(options)
         if (compiled.digest, checked.transport, checked.atomic) not in session.agreed:
             return False
         session.close_call(session.begin(ticket, checked.tag))

@@ -93,7 +93,7 @@ class Call:
         if compiled is None or len(compiled.ranks) < 2:
             return
         if compiled.exchanges or options.check != "never":
-            session = self.session = compiled.session()
+            session = self.session = compiled.session(ticket.group)
             session.begin(ticket, options.tag)
             key = self._key = compiled.digest, options.transport, options.atomic
             if key not in session.agreed:

@@ -52,12 +52,16 @@ class CompiledPlan:
         """Whether this rank shows a progress bar if standard error is a terminal."""
         self.group: Callable[[], dist.ProcessGroup | None] = lambda: None
         """The process group of the last call."""
+        self._session: tuple[Any, Session] | None = None
+        """The process group of the last call that needed a session, and the session."""
 
-    def session(self) -> Session:
-        """The session of the plan's ranks in the group of the last call."""
-        group = self.group()
-        assert group is not None
-        return session_of(group, self.ranks)
+    def session(self, given: dist.ProcessGroup | None) -> Session:
+        """The session of the plan's ranks in a group; threads may use the plan in several."""
+        group: Any = given or dist.group.WORLD
+        last = self._session
+        if last is None or last[0]() is not group or last[1].is_over:
+            last = self._session = weakref.ref(group), session_of(group, self.ranks)
+        return last[1]
 
     def program_for(self, bound: BoundTensors) -> Program:
         """The program for tensors of a call that are not contiguous."""

@@ -149,13 +149,15 @@ def move(
             "LocalTensorMode runs all ranks in this process, and a move is between processes: run "
             "it in a job of several ranks, or use DTensor.redistribute"
         )
-    if is_dtensor(tensor) and have is None and not request.is_on_own_mesh():
-        placements = _redistribution().expressible(tensor)
+    on_own_mesh = False
+    if have is None and is_dtensor(tensor):
+        on_own_mesh = request.is_on_own_mesh()
+        placements = None if on_own_mesh else _redistribution().expressible(tensor)
         if placements is not None:
             # In a call of its own: a layout cannot express the placements of the tensor.
             to = (tensor.device_mesh, placements)
             request = request._replace(tensor=move(tensor, to=to, group=group, **options))
-    return with_ticket(group, request.ranks, _move, request)
+    return with_ticket(group, request.ranks, _move, request, on_own_mesh)
 
 
 def _read(text: str) -> Any:
@@ -269,15 +271,15 @@ def _redistribution() -> Any:
     return redistribution
 
 
-def _move(ticket: Ticket, request: Request) -> Any:
+def _move(ticket: Ticket, request: Request, on_own_mesh: bool) -> Any:
+    """Move; ``on_own_mesh`` is whether a DTensor gets other placements on its own mesh."""
     tensor, target = request.tensor, request.check()
-    to_layout = isinstance(target, Layout)
-    if not to_layout and is_dtensor(tensor) and ticket.group is None and request.is_default():
+    if on_own_mesh and ticket.group is None and request.is_default():
         repeated = _redistribution().repeat(ticket, tensor, target)
         if repeated is not None:
             return repeated
+    to_layout = isinstance(target, Layout)
     memory = USUAL_MEMORY if request.memory is None else parse_bytes(request.memory)
-    on_own_mesh = request.have is None and is_dtensor(tensor) and request.is_on_own_mesh()
     casts = request.forward_dtype or request.backward_dtype
     if casts is not None:
         request.check_dtypes(on_own_mesh)

@@ -30,6 +30,8 @@ Tensors = Mapping[str, torch.Tensor | None]
 guards: Any = getattr(_dynamo, "guards", None)
 """What compiled code checks and allocates tensors with; private to torch, so it may be missing."""
 
+_empty_on_host: Callable[..., torch.Tensor] | None = getattr(guards, "_empty_strided_cpu", None)
+
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 _is_nested: Callable[[torch.Tensor], bool] = attrgetter("is_nested")
@@ -75,8 +77,11 @@ class Side:
             if shape is not None and name in moved:
                 self.specs.append(LocalSpec(number, name, shape, getattr(torch, spec.dtype)))
         strides = {one.shape: torch.empty(one.shape, device="meta").stride() for one in self.specs}
-        self.contiguous = [(tuple(one.shape), strides[one.shape]) for one in self.specs]
-        """Shapes and strides of new tensors."""
+        self.contiguous = [
+            (one.number, one.name, tuple(one.shape), strides[one.shape], one.dtype)
+            for one in self.specs
+        ]
+        """What new tensors are like."""
         sizes = [(one.number, one.shape.numel() * one.dtype.itemsize) for one in self.specs]
         self.large = [number for number, size in sizes if size >= MIN_HUGE_BYTES]
         """Base numbers of tensors that get huge pages if they recur at the same addresses."""
@@ -100,6 +105,11 @@ class AcceptedTensors:
         self._strides = {n: one for n, one in bound.strides.items() if n in numbers}
         self._on_devices = [n for n in bound.on_devices if n in numbers]
         self._devices = {bound.tensors[n].device for n in self._on_devices}
+        self._is_plain = not (self._strides or self._on_devices)
+        first, last = self._numbers[0], self._numbers[-1] + 1
+        self._in_a_row = last - first == len(tensors)
+        self._slots = slice(first, last)
+        """Where they are in the table of base addresses, if they are in a row there."""
         self._guards = guards.TensorGuards(
             *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
         )
@@ -122,11 +132,15 @@ class AcceptedTensors:
                 return False
         addresses = bound.addresses
         bound.tensors.update(zip(self._numbers, tensors, strict=True))
-        for number, address in zip(self._numbers, places, strict=True):
-            addresses[number] = address
-        bound.strides |= self._strides
-        bound.on_devices += self._on_devices
-        bound.devices |= self._devices
+        if self._in_a_row:
+            addresses[self._slots] = places
+        else:
+            for number, address in zip(self._numbers, places, strict=True):
+                addresses[number] = address
+        if not self._is_plain:
+            bound.strides |= self._strides
+            bound.on_devices += self._on_devices
+            bound.devices |= self._devices
         return True
 
 
@@ -174,7 +188,7 @@ class BoundTensors:
                 f"rank {side.rank} was given {and_more(unknown)} {side.role}, which the plan does "
                 "not have: give only what was planned"
             )
-        may_recur = len(given) == len(side.specs) and hasattr(guards, "TensorGuards")
+        may_recur = 0 < len(given) == len(side.specs) and hasattr(guards, "TensorGuards")
         for local in side.specs:
             number, tensor = local.number, given.get(local.name)
             if type(tensor) not in _PLAIN:
@@ -201,17 +215,15 @@ class BoundTensors:
 
     def create(self, side: Side, device: torch.device, like: Tensors | None = None) -> None:
         """Create the tensors of one side on a device, or where those of the same name are."""
-        allocate = _allocator_on(device)
-        for (number, name, _, dtype), (shape, strides) in zip(
-            side.specs, side.contiguous, strict=True
-        ):
+        allocate, on_host = _allocator_on(device), device.type == "cpu" and like is None
+        for number, name, shape, strides, dtype in side.contiguous:
             if like is not None:
                 near = like.get(name)
                 allocate = _allocator_on(device if near is None else near.device)
             tensor = allocate(shape, strides, dtype)
             self.tensors[number] = self.result[name] = tensor
             self.addresses[number] = tensor.data_ptr()
-            if not tensor.is_cpu:
+            if not (on_host or tensor.is_cpu):
                 self.on_devices.append(number)
                 self.devices.add(tensor.device)
 
@@ -271,7 +283,7 @@ def _allocator_on(device: torch.device) -> Callable[..., torch.Tensor]:
     """
     found: Callable[..., torch.Tensor] | None = None
     if device.type == "cpu":
-        found = getattr(guards, "_empty_strided_cpu", None)
+        found = _empty_on_host
     elif device.type == GPU and device.index == torch.cuda.current_device():
         found = getattr(guards, "_empty_strided_cuda", None)
     return found or (

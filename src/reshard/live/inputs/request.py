@@ -73,6 +73,8 @@ class Options:
             Tag.of(self.tag, 0)  # raises if it is no valid tag
 
 
+HOST = torch.device("cpu")
+
 _NAMES = sorted(field.name for field in fields(Options))
 
 
@@ -124,6 +126,8 @@ def bind(
             return bound
     if options.device is not None or not bound.tensors:
         bound.create(want, home_device(group, options))
+    elif bound.is_host:
+        bound.create(want, HOST)
     else:
         # Where the source of the same name is, or else the first one. A tensor that is given and of
         # which nothing is here is not bound, and may be on any device.

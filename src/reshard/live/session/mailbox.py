@@ -63,6 +63,9 @@ _SIZE, _FD_BYTES = (MAX_MESSAGE + 1,), (socket.CMSG_LEN(4 * struct.calcsize("i")
 MAX_AHEAD = 1024
 """How many calls a peer may be ahead of this rank; a peer that is further ahead is broken."""
 
+MAX_SKIPPED = 64
+"""Calls without an exchange that are counted together: each by itself costs as much as the call."""
+
 DISPENSABLE = {Abort, Alive, Retired, Waiting}
 """Messages that a peer can do without: flags and the store tell it of an abort too, and a buffer
 that it does not unmap costs only memory."""
@@ -159,8 +162,11 @@ class Mailbox:
         self.buffers: dict[tuple[int, int], SharedBuffer] = {}
         """Shared buffers of peers, by peer and number."""
         self._inboxes: dict[int, Inbox] = {}
-        self._next_call = first_call
+        self.next_call = first_call
+        """The number of the next call that this rank begins."""
         self._over: set[int] = set()
+        self._skipped: set[int] = set()
+        """Calls that ended without an exchange and are not counted yet."""
         self.num_finished = first_call
         """How many of the first calls are over."""
         self.finished_by: dict[int, int] = {}
@@ -183,7 +189,9 @@ class Mailbox:
         self._poll.register(self._wake, select.POLLIN)
 
     def open(self, call: int) -> Inbox:
-        self._next_call = max(self._next_call, call + 1)
+        self.next_call = max(self.next_call, call + 1)
+        if self._skipped:
+            self._count_skipped()
         return self._inboxes.get(call) or self._inboxes.setdefault(call, Inbox())
 
     def close(self, call: int) -> None:
@@ -200,6 +208,17 @@ class Mailbox:
             while self.num_finished in self._over:
                 self.num_finished += 1
                 self._over.discard(self.num_finished - 1)
+
+    def skip(self, call: int) -> None:
+        """A call has ended without an exchange; it is counted with the next message or call."""
+        self._skipped.add(call)
+        if len(self._skipped) > MAX_SKIPPED:
+            self._count_skipped()
+
+    def _count_skipped(self) -> None:
+        for call in tuple(self._skipped):
+            self.close(call)
+            self._skipped.discard(call)
 
     def has_read(self, peer: int, call: int) -> bool:
         """Whether a peer has finished a call, and reads no message of it any more."""
@@ -311,7 +330,7 @@ class Mailbox:
 
     def _file(self, peer: int, data: bytes, fds: list[int]) -> None:
         message: Any = decode(data)
-        if message is None or message.call > self._next_call + MAX_AHEAD:
+        if message is None or message.call > self.next_call + MAX_AHEAD:
             self._lose(peer)
             return
         kind, number = type(message), getattr(message, "buffer", 0)
@@ -328,6 +347,8 @@ class Mailbox:
             return
         if kind is Hello and message.finished > self.finished_by.get(peer, 0):
             self.finished_by[peer] = message.finished
+        if self._skipped:
+            self._count_skipped()
         inbox, call = self._inboxes.get(message.call), message.call
         if inbox is None:
             with self._lock:

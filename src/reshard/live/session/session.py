@@ -90,6 +90,9 @@ class Ticket:
 class Session(Member):
     """A set of ranks of one process group; the first call that needs it connects them."""
 
+    is_over = False
+    """Whether its process group was destroyed, or belongs to the process that forked this one."""
+
     def __init__(self, store: Store, rank: int, ranks: tuple[int, ...], group: Sessions) -> None:
         super().__init__(store, rank, ranks)
         self._group = group
@@ -122,14 +125,17 @@ class Session(Member):
                 ticket.tag = Tag.of(tag, count)
             ticket.number = number = self.next_number
             self.next_number = number + 1
-        if self.connections is not None:
-            self.connections.client.renew()
+            if self.connections is not None:
+                self.connections.mailbox.next_call = number + 1
         return number
 
     def close_call(self, number: int) -> None:
         """End a call that has exchanged nothing."""
+        if self.connections is not None:
+            self.connections.mailbox.skip(number)
+            return
         self._closed_early.add(number)
-        if self.connections is not None:  # maybe since just now, by another thread
+        if self.connections is not None:  # since just now, by another thread
             self._connected(self.connections)
 
     def _connected(self, connections: Connections) -> Connections:
@@ -227,6 +233,8 @@ class Session(Member):
                 "rank %d: connected ranks %s on %s in %.3f s", self.rank,
                 format_ranks(self.ranks), hosts, time.monotonic() - began,
             )  # fmt: skip
+        else:
+            self.connections.client.renew()
         assert self.connections is not None
         return self.connections
 
@@ -272,6 +280,7 @@ def _leave_in_child() -> None:
     for group in {*_sessions, *getattr(world, "pg_map", ())}:
         of_group = _sessions.get(group, {})
         for session in of_group.values():
+            session.is_over = True
             if session.connections is not None:
                 for link in session.connections.mailbox.sockets.values():
                     link.close()  # without locks, whose holders do not exist here
@@ -325,6 +334,7 @@ def _close_all(of_group: Sessions) -> None:
     """Close the sessions of a process group that was destroyed."""
     while of_group:
         session = of_group.popitem()[1]
+        session.is_over = True
         if session.cleanup_worker is not None:
             session.cleanup_worker.end()
         if session.connections is not None:

@@ -303,15 +303,18 @@ def repeat(ticket: Ticket, tensor: DTensor, target: OnMesh) -> DTensor | None:
     known = _repeated.get(spec.mesh)
     # The hash of a spec is kept in it, so the look-up compares what it is made of.
     kept = None if known is None else known.get((hash(spec), tuple(target[1])))
+    if kept is None:
+        return None
+    source, have, want, find_move, local_shape, is_unmoved, fields = kept
     # Equal meshes may have process groups that were destroyed, so it must be the same ones.
-    if kept is None or kept.have() is not spec.mesh or kept.want() is not target[0]:
+    if have() is not spec.mesh or want() is not target[0]:
         return None
-    if kept.source != (spec.placements, spec.tensor_meta, spec.shard_order):
+    if source != (spec.placements, spec.tensor_meta, spec.shard_order):
         return None
-    move = kept.move()
-    if move is None or type(local) is not torch.Tensor or local.shape != kept.local_shape:
+    move = find_move()
+    if move is None or type(local) is not torch.Tensor or local.shape != local_shape:
         return None
-    if kept.is_unmoved:
+    if is_unmoved:
         if not skip_exchange(ticket, move.plan, NO_OPTIONS):
             return None
         moved: torch.Tensor | None = local.detach()
@@ -320,7 +323,7 @@ def repeat(ticket: Ticket, tensor: DTensor, target: OnMesh) -> DTensor | None:
     if moved is None:
         return None
     # The same as the constructor of DTensor, without its checks.
-    fresh = spec_from(target[0], kept.fields)
+    fresh = spec_from(target[0], fields)
     result: DTensor = DTensor.__new__(DTensor, moved, fresh, requires_grad=False)
     return result
 
