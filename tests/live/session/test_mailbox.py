@@ -10,7 +10,7 @@ import pytest
 
 from reshard.errors import MoveTimeoutError
 from reshard.live.session.control import Abort, Alive, Hello, Ready, Retired, Waiting
-from reshard.live.session.mailbox import Mailbox, encode
+from reshard.live.session.mailbox import MAX_AHEAD, Mailbox, encode
 from reshard.live.session.shared_memory import BufferPool, SharedBuffer
 
 DIGEST = b"d" * 16
@@ -152,6 +152,22 @@ def test_a_peer_that_reads_nothing_holds_up_no_rank() -> None:
     while select.select([peer], [], [], 0)[0]:
         peer.recv(4096)
     mailbox.send(1, Hello(0, DIGEST))  # there is room again
+    mailbox.shut()
+    peer.close()
+
+
+def test_a_peer_may_be_as_far_ahead_as_this_rank_has_come() -> None:
+    """Calls without an exchange count as well, while an earlier call waits in a thread."""
+    mailbox, peer = pair()
+    mailbox.open(0)
+    for call in range(1, 2 * MAX_AHEAD):
+        mailbox.skip(call)
+    peer.send(encode(Hello(2 * MAX_AHEAD, DIGEST, finished=1)))
+    mailbox.step(0.0)
+    assert not mailbox.lost
+    assert 1 in mailbox.open(2 * MAX_AHEAD).hellos
+    mailbox.close(0)
+    assert mailbox.num_finished == 2 * MAX_AHEAD
     mailbox.shut()
     peer.close()
 

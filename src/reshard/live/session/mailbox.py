@@ -162,8 +162,7 @@ class Mailbox:
         self.buffers: dict[tuple[int, int], SharedBuffer] = {}
         """Shared buffers of peers, by peer and number."""
         self._inboxes: dict[int, Inbox] = {}
-        self.next_call = first_call
-        """The number of the next call that this rank begins."""
+        self._next_call = first_call
         self._over: set[int] = set()
         self._skipped: set[int] = set()
         """Calls that ended without an exchange and are not counted yet."""
@@ -189,7 +188,7 @@ class Mailbox:
         self._poll.register(self._wake, select.POLLIN)
 
     def open(self, call: int) -> Inbox:
-        self.next_call = max(self.next_call, call + 1)
+        self._next_call = max(self._next_call, call + 1)
         if self._skipped:
             self._count_skipped()
         return self._inboxes.get(call) or self._inboxes.setdefault(call, Inbox())
@@ -212,6 +211,7 @@ class Mailbox:
     def skip(self, call: int) -> None:
         """A call has ended without an exchange; it is counted with the next message or call."""
         self._skipped.add(call)
+        self._next_call = max(self._next_call, call + 1)
         if len(self._skipped) > MAX_SKIPPED:
             self._count_skipped()
 
@@ -330,7 +330,7 @@ class Mailbox:
 
     def _file(self, peer: int, data: bytes, fds: list[int]) -> None:
         message: Any = decode(data)
-        if message is None or message.call > self.next_call + MAX_AHEAD:
+        if message is None or message.call > self._next_call + MAX_AHEAD:
             self._lose(peer)
             return
         kind, number = type(message), getattr(message, "buffer", 0)

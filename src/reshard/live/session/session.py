@@ -125,8 +125,6 @@ class Session(Member):
                 ticket.tag = Tag.of(tag, count)
             ticket.number = number = self.next_number
             self.next_number = number + 1
-            if self.connections is not None:
-                self.connections.mailbox.next_call = number + 1
         return number
 
     def close_call(self, number: int) -> None:
