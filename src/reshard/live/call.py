@@ -66,6 +66,7 @@ class Call:
     _in_flight: InFlightCall | None = None
     _progress: Bar | None = None
     _key: Key = (b"", "", False)
+    _bound: BoundTensors | None = None
     _ok = False
     _is_first = _compares = False
     """Whether to compare with the other ranks. All ranks must decide alike, so it is decided with
@@ -130,7 +131,9 @@ class Call:
             if watch.connections.existing(InFlight) is not None:
                 check_earlier_calls(watch)
         try:
-            bound = bind(compiled.locals, self.tensors, self.into, self.ticket.group, options)
+            bound = self._bound = bind(
+                compiled.locals, self.tensors, self.into, self.ticket.group, options
+            )
         except TensorError as error:
             if watch is not None:
                 watch.fail(Cause("tensor", str(error)))
@@ -166,8 +169,7 @@ class Call:
         self, watch: Watch, compiled: CompiledPlan, program: Program, bound: BoundTensors
     ) -> None:
         """Choose a transport for every peer; the first call of a plan compares it before."""
-        signature = partial(self._signature, bound)
-        watch.suspect = partial(check_comparison, watch, signature)
+        watch.suspect = self._check_comparison
         routes = self._compare(watch, bound)
         peers, option, connections = program.peers, self.options.transport, watch.connections
         if self._ask_grad:
@@ -204,7 +206,7 @@ class Call:
         """
         session, key = watch.session, self._key
         if self._compares:
-            texts = compare(watch, self._signature(bound))
+            texts = compare(watch, self._signature())
             option, gpu = self.options.transport, self._gpu(bound)
             on_gpus = option != "auto" or any(text.startswith(GPU) for text in texts.values())
             # None as well, so that routes of an earlier comparison do not count any more.
@@ -235,11 +237,16 @@ class Call:
         """The GPU that this rank's tensors are on; None if it has none."""
         return device_of(bound) if placement_of(bound) == GPU else None
 
-    def _signature(self, bound: BoundTensors) -> Signature:
-        where = placement_of(bound)
+    def _check_comparison(self) -> None:
+        assert self.watch is not None
+        check_comparison(self.watch, self._signature)
+
+    def _signature(self) -> Signature:
+        assert self._bound is not None
+        where = placement_of(self._bound)
         if all_on_gpus({0: where, 1: GPU}) and self.watch is not None:
             trials = self.watch.connections.resource(GpuTrials)
-            where += "\n" + trials.facts(self._gpu(bound), has_nccl(self.ticket.group))
+            where += "\n" + trials.facts(self._gpu(self._bound), has_nccl(self.ticket.group))
         grad = GRAD_CODES[self.grad]
         transport, atomic = self.options.transport, self.options.atomic
         return Signature(self.plan, transport, atomic, where, grad, self.ticket.tag)
@@ -255,7 +262,7 @@ class Call:
         )
         expected = (watch.digest, watch.grad, watch.tag_code)
         if any(hellos[peer][1:4] != expected for peer in peers):
-            check_hellos(watch, partial(self._signature, bound))
+            check_hellos(watch, self._signature)
         watch.finish_handshake()
 
     def _after_round(

@@ -200,7 +200,7 @@ class Mailbox:
         """
         with self._lock:
             closed = self._inboxes.pop(call, None)
-            if closed is not None:
+            if closed is not None and closed.waiting:
                 self.waiting |= closed.waiting
             if call >= self.num_finished:  # else closed before, or before the ranks were connected
                 self._over.add(call)
