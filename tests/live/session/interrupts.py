@@ -134,6 +134,7 @@ class Moves:
     def __init__(self, rank: int, num_ranks: int, tagged: bool) -> None:
         mesh = rs.Mesh(x=num_ranks)
         self.layouts = rs.Layout(mesh, "x -"), rs.Layout(mesh, "- x")
+        self.whole = rs.Layout(mesh, "- -")
         self.plans = {
             size: rs.plan(*self.layouts, shape=(size, size), dtype="float32", memory=memory)
             for size, memory in ((ROWS, None), (COLUMNS, 1024), (LARGE, None))
@@ -148,6 +149,11 @@ class Moves:
             options = {"timeout": 4.0, "tag": iteration}
         if kind == "move" and not self.tagged:
             return [rs.move(rows, *self.layouts, shape=(size, size))]
+        if kind == "same":
+            return [rs.move(rows, self.layouts[0], self.layouts[0], shape=(size, size))]
+        if kind == "local":
+            full = torch.full((size, size), float(iteration))
+            return [rs.move(full, self.whole, self.layouts[0], shape=(size, size))]
         if kind in ("move", "large"):
             return [rs.move(rows, *self.layouts, shape=(size, size), **options)]
         if kind == "gather":
@@ -166,7 +172,7 @@ class Moves:
 
 
 def size_of(kind: str) -> int:
-    return {"move": ROWS, "run": ROWS, "start": COLUMNS, "large": LARGE, "gather": 0}[kind]
+    return {"start": COLUMNS, "large": LARGE, "gather": 0}.get(kind, ROWS)
 
 
 def run_on_rank(rank: int, num_ranks: int, seed: int, num_calls: int, anywhere: bool) -> list[Seen]:

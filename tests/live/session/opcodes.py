@@ -11,10 +11,8 @@ from typing import Any
 from reshard.live.session import mailbox, session
 from tests.live.session.interrupts import Moves, RaisedByHandlerError, Seen, is_inside, size_of
 
-__all__ = ["KINDS", "disturb"]
-
-KINDS = ["move", "large", "run", "start", "gather"]
-"""The two prepared ways, the ordinary one, three calls in flight, and bytes without a plan."""
+THEN = {"start": "run", "same": "move", "local": "move"}
+"""What is called after a call of each kind, where it is not the same: it must have messages."""
 
 
 class Tracer:
@@ -74,10 +72,11 @@ def disturb(
     # A call in flight that is never started is left out: there calls need tags.
     moves = Moves(rank, num_ranks, tagged=kind == "start")
     for number in range(3):
-        moves.make(kind, number, size_of(kind))
+        for one in dict.fromkeys((kind, THEN.get(kind, kind))):
+            moves.make(one, number, size_of(one))
     return [
         (_tried(moves, kind, 2 * n + 10, at if rank == victim else 0, twice),
-         _tried(moves, "run" if kind == "start" else kind, 2 * n + 11, 0, False))
+         _tried(moves, THEN.get(kind, kind), 2 * n + 11, 0, False))
         for n, at in enumerate(which)
     ]  # fmt: skip
 
