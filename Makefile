@@ -10,7 +10,7 @@ READY := .venv/.ready
 DOCS  := .venv/.ready-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak campaign mutations versions check docs docs-check screenshots fuzz bench clean distclean
+.PHONY: help setup docs-setup demo test soak campaign mutations versions check docs docs-check screenshots fuzz bench clean distclean
 
 help: ## show this list
 	@echo "make <target>   [PYTHON=$(PYTHON)] [ARGS=...]"
@@ -56,6 +56,8 @@ check: $(READY) ## style, types and layers
 	$(PY) -m mypy
 	$(PY) -m pyright
 	$(BIN)/lint-imports --no-logo
+
+docs-setup: $(DOCS) ## add what builds the site to .venv
 
 docs: $(DOCS) ## build the site into docs/_build; warnings and broken links are errors
 	$(PY) -m sphinx -W --keep-going -q docs docs/_build/html
