@@ -119,10 +119,7 @@ def _values_differ(left: Array, right: Array, dtypes: tuple[str, str]) -> Array:
     apart = np.empty(left.shape, dtype=bool)
     flat, pair = apart.reshape(-1), (left.reshape(-1), right.reshape(-1))
     for at in range(0, len(flat), BLOCK):
-        one, two = (
-            _as_float(side[at : at + BLOCK], dtype)
-            for side, dtype in zip(pair, dtypes, strict=True)
-        )
+        one, two = _numbers([side[at : at + BLOCK] for side in pair], dtypes)
         flat[at : at + BLOCK] = (one != two) & ~(np.isnan(one) & np.isnan(two))
     return apart
 
@@ -131,22 +128,20 @@ def _distances(
     left: Array, right: Array, apart: Array, dtypes: tuple[str, str]
 ) -> Iterator[float | int]:
     """The largest distance in each block that has differing elements."""
-    whole = dtypes[0] == dtypes[1] and dtypes[0].startswith(("int", "uint", "bool"))
     flat = left.reshape(-1), right.reshape(-1), apart.reshape(-1)
-    for at in range(0, apart.size, BLOCK):
+    for at in range(0, apart.size if all(map(is_number, dtypes)) else 0, BLOCK):
         one, two, differ = (each[at : at + BLOCK] for each in flat)
-        pair = one[differ], two[differ]
-        if not len(pair[0]):
+        if not differ.any():
             continue
-        if whole:
-            yield _whole_distance(*pair, dtypes[0])
-        elif all(map(is_number, dtypes)):
-            one, two = (_as_float(side, dtype) for side, dtype in zip(pair, dtypes, strict=True))
-            with np.errstate(invalid="ignore", over="ignore"):
-                far = np.abs(one - two)
-            far = far[~np.isnan(far)]
-            if len(far):
-                yield float(far.max())
+        one, two = _numbers((one[differ], two[differ]), dtypes)
+        if all(map(_is_whole, dtypes)):
+            yield _whole_distance(one, two)
+            continue
+        with np.errstate(invalid="ignore", over="ignore"):
+            far = np.abs(one - two)
+        far = far[~np.isnan(far)]
+        if len(far):
+            yield float(far.max())
 
 
 def is_number(dtype: str) -> bool:
@@ -154,13 +149,29 @@ def is_number(dtype: str) -> bool:
     return dtype not in ("complex32", "float8_e8m0fnu")
 
 
-def _whole_distance(left: Array, right: Array, dtype: str) -> int:
+def _is_whole(dtype: str) -> bool:
+    return dtype.startswith(("int", "uint", "bool"))
+
+
+def _whole_distance(left: Array, right: Array) -> int:
     """The largest distance of integers; exact, also where it does not fit into int64."""
-    kind = "u1" if dtype == "bool" else f"{'u' if dtype.startswith('u') else 'i'}{left.itemsize}"
-    one, two = left.view(kind), right.view(kind)
-    high, low = np.maximum(one, two), np.minimum(one, two)
+    if left.dtype != right.dtype:  # numpy would subtract some as float64
+        return int(np.abs(left.astype(object) - right.astype(object)).max())
+    high, low = np.maximum(left, right), np.minimum(left, right)
     with np.errstate(over="ignore"):
         return int((high - low).view(f"u{left.itemsize}").max())
+
+
+def _numbers(pair: Sequence[Array], dtypes: tuple[str, str]) -> tuple[Array, Array]:
+    """Raw elements as numbers: as integers, which are exact, where both sides are such."""
+    if all(map(_is_whole, dtypes)):
+        one, two = (
+            side.view("u1" if dtype == "bool" else dtype)
+            for side, dtype in zip(pair, dtypes, strict=True)
+        )
+    else:
+        one, two = (_as_float(side, dtype) for side, dtype in zip(pair, dtypes, strict=True))
+    return one, two
 
 
 def _as_float(array: Array, dtype: str) -> Array:

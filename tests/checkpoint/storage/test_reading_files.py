@@ -128,6 +128,14 @@ def test_paths_that_leave_the_root(folder: Path, path: str) -> None:
         remote.read(path, 0, 1)
 
 
+def test_a_version_of_what_is_no_path_is_refused_as_a_read_is(tmp_path: Path) -> None:
+    (tmp_path / "a\\b").write_bytes(DATA)
+    with open_storage(tmp_path) as store:
+        assert [file.path for file in store.list()] == ["a\\b"]
+        with pytest.raises(UnsupportedError, match="leaves its checkpoint or is none"):
+            store.versions(["a\\b"])
+
+
 def test_links_may_not_leave_the_root(tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"key")
     root = tmp_path / "root"

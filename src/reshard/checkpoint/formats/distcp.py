@@ -178,7 +178,7 @@ def _with_metadata(catalog: Catalog, reading: Reading, path: str) -> tuple[Catal
                         f"many bytes have at most {most}: many share one list"
                     )
                 chunks += _chunks(found, own, placed, f"{where}: {quoted(name)}")
-            elif found[0] in numbers:
+            elif found[0] in numbers and found not in shared:
                 objects[name] = StoredObject(name, numbers[found[0]], *found[1:])
     for name, _ in placed:
         if name not in tensors and name not in objects and not findings.any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from operator import mul
 from typing import NamedTuple
 
@@ -307,7 +308,7 @@ def _record_layout(
         try:
             layout = Layout(Mesh.parse(own.mesh), tensor.layout)
             dims = zip(layout.dims(tensor.shape), tensor.shape, strict=True)
-            blocks = max((n // block for cuts, n in dims for block in _blocks(cuts)), default=0)
+            blocks = prod(max((n // b for b in _blocks(cuts)), default=1) or 1 for cuts, n in dims)
         except ReshardError as error:
             raise DamageError(f"{where}: tensor {quoted(name)}: {error}") from None
         if blocks > MAX_BLOCKS:

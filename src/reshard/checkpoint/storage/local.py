@@ -265,8 +265,9 @@ class LocalStorage(Storage):
         """
         found = []
         for path in paths:
+            where = self._folder / check_path(path)
             try:
-                status = (self._folder / check_path(path)).stat()
+                status = where.stat()
             except OSError as error:
                 raise _unreadable(self.where(path), error) from None
             self._check_same(path, status)

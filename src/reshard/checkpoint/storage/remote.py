@@ -174,7 +174,7 @@ class RemoteTarget:
             return False
         try:
             found = json.loads(self._ask("cat_file", self._marker))
-        except ValueError:
+        except (ValueError, RecursionError):
             return False
         return isinstance(found, dict) and found.get("request") == request
 
