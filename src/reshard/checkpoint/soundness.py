@@ -16,11 +16,9 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from reshard.checkpoint.catalog import Catalog, StoredTensor
 from reshard.checkpoint.conversion.names import left_over, rename_tensors
-from reshard.checkpoint.differences import EntryDifference, compare_entries, difference
+from reshard.checkpoint.differences import compare_entries, difference, listed
 from reshard.checkpoint.formats.checks import Findings
 from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, survey_catalog
 from reshard.checkpoint.integrity.checksums import (
@@ -30,7 +28,8 @@ from reshard.checkpoint.integrity.checksums import (
     damage,
     load_checksums,
 )
-from reshard.checkpoint.integrity.crcs import changed, tensors_of
+from reshard.checkpoint.integrity.crcs import changed
+from reshard.checkpoint.piece_table import tensors_at
 from reshard.checkpoint.storage.local import Storage
 from reshard.checkpoint.transfer.examination import Problem, attempt, digests_of, wrong_sizes
 from reshard.checkpoint.transfer.packing import tiles
@@ -54,8 +53,6 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 UNSUPPORTED = "unsupported"
-SHOWN = 20
-"""Problems that are printed one by one."""
 MAX_PROBLEMS = 1000
 """The most problems that are listed."""
 
@@ -102,9 +99,7 @@ class VerifyReport(Report):
             words = "damaged" if len(self.checkpoints) == 1 else "not equal"
             words = UNSUPPORTED if self.is_unsupported else words
             yield f"{words}: {count(len(self.problems), 'problem')} in {size}:"
-            yield from (f"  {problem.message}" for problem in self.problems[:SHOWN])
-            if len(self.problems) > SHOWN:
-                yield f"  and {len(self.problems) - SHOWN} more; --json lists all"
+            yield from listed([problem.message for problem in self.problems])
         if self.checked_bytes:
             yield f"{format_bytes(self.checked_bytes)} of files were compared with their checksums"
         yield from self.notes
@@ -223,7 +218,7 @@ class _Side:
     def examine(self, budget: Budget, meter: Callable[[int], None]) -> None:
         """Read every tensor once and every file in full, and add all problems."""
         damaged: list[tuple[str, ChunkSum, bytes]] = []
-        self.source.checker.report_to(lambda *chunk: damaged.append(chunk))
+        self.source.checker.report = lambda *chunk: damaged.append(chunk)
         self.digests = digests_of(self.source, self._complete(), budget, meter, self._add)
         if self.source.checksums is not None:
             self._check_files(self.source.checksums, budget)
@@ -237,8 +232,7 @@ class _Side:
                 continue
             self.checked_bytes += crc.size
             if crc.value != now:
-                message = changed(self.source.catalog, crc, now)
-                names = tensors_of(self.source.catalog, crc)
+                message, names = changed(self.source.catalog, crc, now)
                 where = self.source.name(crc.file), (crc.offset, crc.offset + crc.size)
                 self._add(Problem("damage", message, names[0] if names else None, *where))
 
@@ -301,7 +295,9 @@ class _Side:
             if name in known and name in self.digests and known[name] != self.digests[name]
         }
         listed = sorted(damaged, key=lambda each: (each[0], each[1].start))[:MAX_PROBLEMS]
-        touched = _tensors_at(catalog, listed)
+        numbers = {file.path: number for number, file in enumerate(catalog.files)}
+        places = [(numbers.get(path, -1), one.start, one.stop) for path, one, _ in listed]
+        touched = tensors_at(catalog, places) if places else ()
         for (path, chunk, found), names in zip(listed, touched, strict=True):
             sure = [name for name in names if name in altered] or names
             where = ", ".join(map(quoted, sure[:3])) + (" and more" if len(sure) > 3 else "")
@@ -320,25 +316,6 @@ class _Side:
             if name not in catalog.tensors:
                 words = f"{self.root}: tensor {quoted(name)} was written and is in no file"
                 self._add(Problem("absent", words, name))
-
-
-def _tensors_at(
-    catalog: Catalog, damaged: list[tuple[str, ChunkSum, bytes]]
-) -> Iterator[list[str]]:
-    """The names of the tensors with bytes in each of these chunks."""
-    if not damaged:
-        return
-    names, paths = [*catalog.tensors], [file.path for file in catalog.files]
-    rows = [
-        (number, piece.file, *piece.span(tensor.dtype))
-        for number, tensor in enumerate(catalog.tensors.values())
-        for piece in tensor.pieces
-    ]
-    numbers, files, starts, stops = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-    for path, chunk, _ in damaged:
-        file = paths.index(path) if path in paths else -1
-        hit = (files == file) & (starts < chunk.stop) & (stops > chunk.start)
-        yield [names[number] for number in dict.fromkeys(numbers[hit].tolist())]
 
 
 def _survey(
@@ -375,18 +352,12 @@ def _differences(left: _Side, right: _Side, budget: Budget) -> Iterator[Problem]
             yield Problem("unreadable", str(error))
             return
         left.notes += notes
-        yield from (_entry(left, right, entry) for entry in entries)
-
-
-def _entry(left: _Side, right: _Side, entry: EntryDifference) -> Problem:
-    """An entry that is not a tensor and differs, or that one side lacks."""
-    one, two = entry.sides
-    if one is None or two is None:
-        here, there = (left, right) if two is None else (right, left)
-        where = f"is in {here.root} and not in {there.root}"
-        return Problem("object", f"entry {quoted(entry.name)} {where}")
-    where = f"{one} in {left.root}, {two} in {right.root}"
-    return Problem("object", f"entry {quoted(entry.name)}, which is no tensor, differs: {where}")
+        for name, (one, two) in entries.items():
+            words = f", which is no tensor, differs: {one} in {left.root}, {two} in {right.root}"
+            if one is None or two is None:
+                here, there = (left, right) if two is None else (right, left)
+                words = f" is in {here.root} and not in {there.root}"
+            yield Problem("object", f"entry {quoted(name)}{words}")
 
 
 def _difference(left: _Side, right: _Side, name: str, budget: Budget) -> Problem | None:

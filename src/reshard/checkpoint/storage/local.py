@@ -19,11 +19,11 @@ import stat
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Generic, Self, TypeVar
 
@@ -86,12 +86,23 @@ class Storage(ABC):
     root: str
     """The path or address that was opened."""
     is_local: bool
-    is_file: bool
-    """Whether the root is a single file."""
+    only: str | None
+    """The name of the file, where the root is a single one."""
 
-    @abstractmethod
+    @property
+    def is_file(self) -> bool:
+        """Whether the root is a single file."""
+        return self.only is not None
+
     def list(self) -> tuple[StoredFile, ...]:
         """All regular files below the root, sorted, without hidden folders and our own files."""
+        if self.only is not None:
+            return (StoredFile(self.only, self.size(self.only)),)
+        return tuple(sorted(self._listed(), key=attrgetter("path")))
+
+    @abstractmethod
+    def _listed(self) -> Iterable[StoredFile]:
+        """The files below a folder, in any order."""
 
     @abstractmethod
     def size(self, path: str) -> int:
@@ -209,8 +220,6 @@ class OpenFiles(Generic[Key]):
 
 
 MAX_DEPTH = 32
-SHORT = 1 << 20
-"""Reads up to this size are one system call into a new bytes object."""
 
 Identity = tuple[int, int, int, int, int]
 """Device, inode, size, and the times of the last write and the last change of a file."""
@@ -238,20 +247,16 @@ class LocalStorage(Storage):
             raise CheckpointError(
                 f"{quoted(path)} cannot be opened: {error.strerror}: check the path"
             ) from None
-        self._only = path.name if stat.S_ISREG(mode) else None
-        if self._only is None and not stat.S_ISDIR(mode):
+        self.only = path.name if stat.S_ISREG(mode) else None
+        if self.only is None and not stat.S_ISDIR(mode):
             raise CheckpointError(f"{root} is neither a folder nor a file")
-        self.is_file = self._only is not None
-        self._folder = path.parent if self._only else path
+        self._folder = path.parent if self.only else path
         self._real = os.path.realpath(self._folder)
 
-    def list(self) -> tuple[StoredFile, ...]:
-        if self._only is not None:
-            return (StoredFile(self._only, self.size(self._only)),)
-        found = sorted(_walk(self._folder, self.root), key=itemgetter(0))
-        for path, status in found:
+    def _listed(self) -> Iterator[StoredFile]:
+        for path, status in _walk(self._folder, self.root):
             self._identities.setdefault(path, _identity(status))
-        return tuple(StoredFile(path, status.st_size) for path, status in found)
+            yield StoredFile(path, status.st_size)
 
     def size(self, path: str) -> int:
         with self.using(path) as file:
@@ -279,38 +284,35 @@ class LocalStorage(Storage):
         found: list[bytes] = []
         for path, some in groupby(ranges, key=itemgetter(0)):
             with self.using(path) as file:
-                found += [self._read_short(file, *wanted) for wanted in some]
+                for _, offset, length in some:
+                    self._check_range(path, offset, length, file.size)
+                    buffer = bytearray(length)
+                    self._fill(file, path, offset, memoryview(buffer))
+                    found.append(bytes(buffer))
         return found
-
-    def _read_short(self, file: OpenFile, path: str, offset: int, length: int) -> bytes:
-        self._check_range(path, offset, length, file.size)
-        if length <= SHORT:
-            with suppress(OSError):  # the general path below raises the error
-                data = os.pread(file.descriptor, length, offset)
-                if len(data) == length:
-                    return data
-        buffer = bytearray(length)
-        self.read_into(path, offset, memoryview(buffer))
-        return bytes(buffer)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         with self.using(path) as file:
-            left, at = buffer.cast("B"), offset
-            self._check_range(path, offset, len(left), file.size)
-            while left:
-                where = self.where(path)
-                try:
-                    count = os.preadv(file.descriptor, [left], at)
-                except OSError as error:
-                    raise CheckpointError(
-                        f"{where}: bytes {at} to {at + len(left)} cannot be read: {error.strerror}"
-                    ) from None
-                if count == 0:
-                    raise DamageError(
-                        f"{where}: ends at byte {at} and {len(left)} more are needed: it had "
-                        f"{file.size} bytes when it was opened; is it being written?"
-                    )
-                left, at = left[count:], at + count
+            flat = buffer.cast("B")
+            self._check_range(path, offset, len(flat), file.size)
+            self._fill(file, path, offset, flat)
+
+    def _fill(self, file: OpenFile, path: str, at: int, left: memoryview) -> None:
+        """Fill a buffer from an open file, in as many system calls as it takes."""
+        while left:
+            try:
+                count = os.preadv(file.descriptor, [left], at)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.where(path)}: bytes {at} to {at + len(left)} cannot be read: "
+                    f"{error.strerror}"
+                ) from None
+            if count == 0:
+                raise DamageError(
+                    f"{self.where(path)}: ends at byte {at} and {len(left)} more are needed: it "
+                    f"had {file.size} bytes when it was opened; is it being written?"
+                )
+            left, at = left[count:], at + count
 
     def using(self, path: str) -> AbstractContextManager[OpenFile]:
         """A file that stays open inside the ``with`` block."""

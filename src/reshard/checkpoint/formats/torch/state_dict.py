@@ -29,6 +29,7 @@ from reshard.checkpoint.formats.checks import (
 )
 from reshard.checkpoint.formats.torch.archive import Archive, read_archives
 from reshard.checkpoint.formats.torch.tensors import (
+    MAX_ARGS,
     Visits,
     as_json,
     is_plain,
@@ -49,7 +50,6 @@ _ADVICE = (
     "the checkpoint, and convert those"
 )
 _MARKS = ("ds_version", "ds_config")
-MAX_ARGS = 16
 
 
 def check_no_zero_files(root: str, listed: Iterable[StoredFile]) -> None:
