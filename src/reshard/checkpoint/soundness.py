@@ -178,7 +178,18 @@ class _Side:
         except (DamageError, UnsupportedError) as error:
             kind = "damage" if isinstance(error, DamageError) else UNSUPPORTED
             self._add(Problem(kind, str(error), file=SIDECAR))
-        catalog, findings = _survey(storage, rules, mesh, is_checked=checksums is not None)
+        given, over = as_rules(rules, storage), as_mesh(mesh)
+        if given is not None and over is not None:
+            given.check_mesh(over)  # a wrong argument is not damage
+        try:
+            with collector_paused():
+                catalog, findings = survey_catalog(storage, given, over)
+        except ReshardError as error:
+            if checksums is None:
+                raise
+            # The checksums show where a changed byte made a header invalid.
+            catalog = Catalog(storage.root, "unreadable", (), {})
+            findings = Findings(damage=[str(error)])
         for line in findings.damage:
             self._add(Problem("unreadable", line))
         for line in findings.unsupported:
@@ -316,23 +327,6 @@ class _Side:
             if name not in catalog.tensors:
                 words = f"{self.root}: tensor {quoted(name)} was written and is in no file"
                 self._add(Problem("absent", words, name))
-
-
-def _survey(
-    storage: Storage, rules: Rules | str | None, mesh: Mesh | str | None, is_checked: bool
-) -> tuple[Catalog, Findings]:
-    """What can be read of a checkpoint, and the problems of its headers."""
-    given, over = as_rules(rules, storage), as_mesh(mesh)
-    if given is not None and over is not None:
-        given.check_mesh(over)  # a wrong argument is not damage
-    try:
-        with collector_paused():
-            return survey_catalog(storage, given, over)
-    except ReshardError as error:
-        if not is_checked:
-            raise
-        # The checksums show where a changed byte made a header invalid.
-        return Catalog(storage.root, "unreadable", (), {}), Findings(damage=[str(error)])
 
 
 def _differences(left: _Side, right: _Side, budget: Budget) -> Iterator[Problem]:

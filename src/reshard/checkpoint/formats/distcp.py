@@ -28,7 +28,7 @@ from reshard.checkpoint.formats.checks import (
     shown,
     whole_numbers,
 )
-from reshard.checkpoint.formats.torch.archive import Archive, each_archive
+from reshard.checkpoint.formats.torch.archive import each_archive
 from reshard.checkpoint.formats.torch.tensors import (
     Visits,
     dtype_of,
@@ -327,34 +327,27 @@ def _pieces(
             if isinstance(archive, CheckpointError):
                 content = f"it holds {chunk.box} of {quoted(chunk.tensor)}"
                 raise type(archive)(f"{archive}; {content}")
-            file = numbers[chunk.range[0]]
-            piece = _piece(chunk, archive, file, known)
+            file, where = numbers[chunk.range[0]], f"{archive.where}: {quoted(chunk.tensor)}"
+            tensor = known.get(archive.pickle)
+            if tensor is None:  # archives of one shape have the same pickle
+                record = unpickle(archive.pickle, where)
+                if not is_tensor(record):
+                    raise DamageError(f"{where} is no tensor")
+                tensor = tensor_of(record, where)
+                if len(known) < KNOWN_PICKLES:
+                    known[archive.pickle] = tensor
+            local = within(archive, tensor, where)
+            if (local.shape, local.dtype) != (chunk.box.shape, chunk.dtype):
+                raise DamageError(
+                    f"{where} is {local.shape} of {local.dtype} and {METADATA} says "
+                    f"{chunk.box.shape} of {chunk.dtype}"
+                )
+            piece = StoredPiece(chunk.box, file, local.offset, local.strides)
             pieces.setdefault(chunk.tensor, []).append(piece)
             crcs += archive.crcs(file)
     for held in pieces.values():
         held.sort(key=lambda piece: piece.box)
     return pieces, crcs
-
-
-def _piece(
-    chunk: _Chunk, archive: Archive, file: int, known: dict[bytes, LocalTensor]
-) -> StoredPiece:
-    where = f"{archive.where}: {quoted(chunk.tensor)}"
-    tensor = known.get(archive.pickle)
-    if tensor is None:  # archives of one shape have the same pickle
-        record = unpickle(archive.pickle, where)
-        if not is_tensor(record):
-            raise DamageError(f"{where} is no tensor")
-        tensor = tensor_of(record, where)
-        if len(known) < KNOWN_PICKLES:
-            known[archive.pickle] = tensor
-    local = within(archive, tensor, where)
-    if (local.shape, local.dtype) != (chunk.box.shape, chunk.dtype):
-        raise DamageError(
-            f"{where} is {local.shape} of {local.dtype} and {METADATA} says {chunk.box.shape} of "
-            f"{chunk.dtype}"
-        )
-    return StoredPiece(chunk.box, file, local.offset, local.strides)
 
 
 def _paths(planner_data: object) -> dict[str, tuple[str | int, ...]]:

@@ -214,7 +214,15 @@ def read_by_rules(reading: Reading, rules: Rules) -> Catalog:
     """The catalog of files whose names have the rank and whose layouts come from rules."""
     storage, findings = reading.storage, reading.findings
     mesh = _mesh_of(rules, reading.mesh, storage.root)
-    ranks = _ranks_of_files(storage.root, reading.listed, mesh)
+    files = (file for file in reading.listed if file.path.endswith(TENSOR_FILES))
+    ranks = {file: rank for file in files if (rank := rank_of(file.path, mesh)) is not None}
+    if not ranks:
+        check_no_zero_files(storage.root, reading.listed)
+        raise CheckpointError(
+            f"{storage.root}: no file has a rank in its name, such as "
+            "model-rank-0-part-0.safetensors or mp_rank_00/model_optim_rng.pt: rules and a mesh "
+            "are for files of ranks"
+        )
     contents = _contents(storage, [*ranks], findings)
     held = _Ranks()
     for number, (file, rank) in enumerate(ranks.items()):
@@ -322,18 +330,6 @@ def _record_layout(
             f'{where}: tensor {quoted(name)} is "{tensor.layout}" of {tensor.shape}, and '
             f'"{known}" of {shapes[name]} in another file'
         )
-
-
-def _ranks_of_files(root: str, listed: Sequence[StoredFile], mesh: Mesh) -> dict[StoredFile, int]:
-    files = (file for file in listed if file.path.endswith(TENSOR_FILES))
-    ranks = {file: rank for file in files if (rank := rank_of(file.path, mesh)) is not None}
-    if not ranks:
-        check_no_zero_files(root, listed)
-        raise CheckpointError(
-            f"{root}: no file has a rank in its name, such as model-rank-0-part-0.safetensors or "
-            "mp_rank_00/model_optim_rng.pt: rules and a mesh are for files of ranks"
-        )
-    return ranks
 
 
 def _contents(

@@ -19,8 +19,8 @@ import stat
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter, itemgetter
@@ -183,28 +183,28 @@ class OpenFile:
             os.close(self.direct)
 
 
-class OpenFiles(Generic[Key]):
-    """Open files by key, opened when first used; safe to use from several threads."""
+class OpenFiles(ABC, Generic[Key]):
+    """Files by key, opened when first used; safe to use from several threads."""
 
-    def __init__(self, open_file: Callable[[Key], OpenFile]) -> None:
-        self._open_file = open_file
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._files: OrderedDict[Key, OpenFile] = OrderedDict()
+        self._open: OrderedDict[Key, OpenFile] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._files)
+    @abstractmethod
+    def _open_file(self, key: Key) -> OpenFile:
+        """Open a file that is not open."""
 
     @contextmanager
     def using(self, key: Key) -> Iterator[OpenFile]:
         """A file that stays open inside the ``with`` block."""
         with self._lock:
-            file = self._files.get(key)
+            file = self._open.get(key)
             if file is None:
-                idle = [key for key, file in self._files.items() if not file.users]
-                for old in idle[: max(len(self._files) + 1 - MAX_OPEN, 0)]:
-                    self._files.pop(old).close()
-                file = self._files[key] = self._open_file(key)
-            self._files.move_to_end(key)
+                idle = [key for key, file in self._open.items() if not file.users]
+                for old in idle[: max(len(self._open) + 1 - MAX_OPEN, 0)]:
+                    self._open.pop(old).close()
+                file = self._open[key] = self._open_file(key)
+            self._open.move_to_end(key)
             file.users += 1
         try:
             yield file
@@ -213,10 +213,11 @@ class OpenFiles(Generic[Key]):
                 file.users -= 1
 
     def close(self) -> None:
+        """Close all open files."""
         with self._lock:
-            for file in self._files.values():
+            for file in self._open.values():
                 file.close()
-            self._files.clear()
+            self._open.clear()
 
 
 MAX_DEPTH = 32
@@ -225,7 +226,7 @@ Identity = tuple[int, int, int, int, int]
 """Device, inode, size, and the times of the last write and the last change of a file."""
 
 
-class LocalStorage(Storage):
+class LocalStorage(OpenFiles[str], Storage):
     """A local folder, or one local file.
 
     The identity of a file is recorded when it is first listed or opened. A file that has another
@@ -235,8 +236,8 @@ class LocalStorage(Storage):
     is_local = True
 
     def __init__(self, root: str) -> None:
+        super().__init__()
         self.root = root.rstrip("/") or root
-        self._open: OpenFiles[str] = OpenFiles(self._open_file)
         self._identities: dict[str, Identity] = {}
         path = Path(root)
         try:
@@ -313,13 +314,6 @@ class LocalStorage(Storage):
                     f"had {file.size} bytes when it was opened; is it being written?"
                 )
             left, at = left[count:], at + count
-
-    def using(self, path: str) -> AbstractContextManager[OpenFile]:
-        """A file that stays open inside the ``with`` block."""
-        return self._open.using(path)
-
-    def close(self) -> None:
-        self._open.close()
 
     def _open_file(self, path: str) -> OpenFile:
         where = self._folder / check_path(path)

@@ -101,17 +101,6 @@ class Record:
         return f"<{self.kind}>"  # the arguments may nest without end
 
 
-def _is_allowed(module: str, name: str) -> bool:
-    """Whether the pickle of a training run may have this name.
-
-    Nothing is called, so a user's class is only a record that is not interpreted. Names that only
-    an attack has (``os.system``, ``builtins.eval``) are an error.
-    """
-    top = module.partition(".")[0]
-    known = top in sys.stdlib_module_names or top in ("__builtin__", "nt")
-    return not known or f"{module}.{name}" in _HARMLESS
-
-
 def unpickle(data: bytes, where: str) -> Any:
     """The value of a pickle, with records in place of objects; ``where`` is for errors."""
     reader = _Unpickler(data, where)
@@ -176,12 +165,19 @@ class _Unpickler(pickle._Unpickler):
         return line
 
     def find_class(self, module: str, name: str) -> Global:
+        """A name that the pickle of a training run may have.
+
+        Nothing is called, so a user's class is only a record that is not interpreted. Names that
+        only an attack has (``os.system``, ``builtins.eval``) are an error.
+        """
         longest = max(len(module), len(name))
         if longest > MAX_NAME:
             self.fail(f"a name of {longest} characters, at most {MAX_NAME} are read")
         known = self._globals.get((module, name))
         if known is None:
-            if not _is_allowed(module, name):
+            top = module.partition(".")[0]
+            is_library = top in sys.stdlib_module_names or top in ("__builtin__", "nt")
+            if is_library and f"{module}.{name}" not in _HARMLESS:
                 path = quoted(f"{module}.{name}")[1:-1]
                 raise UnsupportedError(
                     f"{self._where}: names {path}, which is not read: nothing was run"
