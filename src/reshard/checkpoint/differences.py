@@ -163,23 +163,17 @@ def _whole_distance(left: Array, right: Array) -> int:
         return int((high - low).view(f"u{left.itemsize}").max())
 
 
-def _numbers(pair: Sequence[Array], dtypes: tuple[str, str]) -> tuple[Array, Array]:
+def _numbers(pair: Sequence[Array], dtypes: tuple[str, str]) -> list[Array]:
     """Raw elements as numbers: as integers, which are exact, where both sides are such."""
-    if all(map(_is_whole, dtypes)):
-        one, two = (
-            side.view("u1" if dtype == "bool" else dtype)
-            for side, dtype in zip(pair, dtypes, strict=True)
-        )
-    else:
-        one, two = (_as_float(side, dtype) for side, dtype in zip(pair, dtypes, strict=True))
-    return one, two
-
-
-def _as_float(array: Array, dtype: str) -> Array:
-    want = "complex128" if dtype.startswith("complex") else "float64"
-    result = np.empty(array.shape, want)
-    cast_into(array, dtype, result, want)
-    return result
+    are_whole, found = all(map(_is_whole, dtypes)), []
+    for side, dtype in zip(pair, dtypes, strict=True):
+        want = "complex128" if dtype.startswith("complex") else "float64"
+        if are_whole:
+            want = "uint8" if dtype == "bool" else dtype
+        result = np.empty(side.shape, want)
+        cast_into(side, dtype, result, want)
+        found.append(result)
+    return found
 
 
 Entries = Mapping[str, tuple[str | None, str | None]]

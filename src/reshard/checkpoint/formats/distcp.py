@@ -219,25 +219,21 @@ def _placed(storage_data: object, where: str) -> Placed:
         name = index.field("fqn") if isinstance(index, Record) else None
         if not isinstance(name, str) or not isinstance(info, Record):
             raise DamageError(f"{where}: an entry of storage_data is not about a tensor")
-        start = index.field("offset")
-        start = start if start is None else checked_shape(start, f"{where}: {quoted(name)}")
+        named, start = f"{where}: {quoted(name)}", index.field("offset")
+        start = start if start is None else checked_shape(start, named)
         if (name, start) in placed:
-            raise DamageError(f"{where}: {quoted(name)} at {start} is stored twice")
-        placed[name, start] = _range(info, f"{where}: {quoted(name)}")
+            raise DamageError(f"{named} at {start} is stored twice")
+        path, offset, length = map(info.field, ("relative_path", "offset", "length"))
+        if not isinstance(path, str) or whole_numbers((offset, length)) is None:
+            raise DamageError(f"{named} is stored in no range of a file")
+        if len(path) > MAX_PATH:
+            raise UnsupportedError(
+                f"{named}: a path of {len(path)} characters, at most {MAX_PATH} are read"
+            )
+        if info.field("transform_descriptors"):
+            raise UnsupportedError(f"{named} is stored compressed or transformed: not supported")
+        placed[name, start] = check_path(path), offset, length
     return placed
-
-
-def _range(info: Record, where: str) -> Range:
-    path, offset, length = (info.field(name) for name in ("relative_path", "offset", "length"))
-    if not isinstance(path, str) or whole_numbers((offset, length)) is None:
-        raise DamageError(f"{where} is stored in no range of a file")
-    if len(path) > MAX_PATH:
-        raise UnsupportedError(
-            f"{where}: a path of {len(path)} characters, at most {MAX_PATH} are read"
-        )
-    if info.field("transform_descriptors"):
-        raise UnsupportedError(f"{where} is stored compressed or transformed: not supported")
-    return check_path(path), offset, length
 
 
 def _check_ranges(

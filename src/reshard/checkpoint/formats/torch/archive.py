@@ -58,8 +58,6 @@ class Archive:
 
     where: str
     range: Range
-    largest: int
-    """Bytes that the pickle and the directory may have."""
     head: bytes = b""
     tail: bytes = b""
     members: dict[str, Member] = field(default_factory=dict)
@@ -168,9 +166,9 @@ def _with_members(storage: Storage, ranges: Sequence[Range], largest: int) -> li
         whole = offset == 0 and length == storage.size(path)
         where = storage.where(path)
         where = where if whole else f"{where}: bytes {offset} to {offset + length}"
-        archives.append(Archive(where, (path, offset, length), largest))
+        archives.append(Archive(where, (path, offset, length)))
     _read_ends(storage, archives)
-    directories = _read(storage, [(one, *_directory(one)) for one in archives])
+    directories = _read(storage, [(one, *_directory(one, largest)) for one in archives])
     wanted: list[tuple[Archive, _Listed]] = []
     known: dict[bytes, tuple[list[_Listed], int]] = {}  # tensors of one shape share a directory
     for one, data in zip(archives, directories, strict=True):
@@ -245,8 +243,8 @@ def _no_zip(where: str, head: bytes) -> CheckpointError:
     )
 
 
-def _directory(archive: Archive) -> tuple[int, int]:
-    """The start and length of the directory, which must be inside the archive."""
+def _directory(archive: Archive, largest: int) -> tuple[int, int]:
+    """The start and length of the directory, which must be inside the archive and not too long."""
     where, size, tail = archive.where, archive.range[2], archive.tail
     at = tail.rfind(b"PK\x05\x06")
     if at < 0 or at + _END.size != len(tail):
@@ -259,7 +257,7 @@ def _directory(archive: Archive) -> tuple[int, int]:
         if data is None or data[:4] != b"PK\x06\x06":
             raise DamageError(f"{where}: its zip64 directory is not at byte {at}")
         *_, count, length, start = _END64.unpack(data)
-    fits = start + length <= size and length <= archive.largest
+    fits = start + length <= size and length <= largest
     if not fits or length < count * _CENTRAL.size:
         raise DamageError(
             f"{where}: a directory of {count} members and {length} bytes at byte {start} "
