@@ -283,7 +283,7 @@ class _Side:
                 self._add(Problem("absent", message, file=path))
 
         def work(path: str, _: None) -> int | CheckpointError:
-            return attempt(self.source.checker.finish_file, self.storage, path)
+            return attempt(self.source.checker.finish, self.storage, path)
 
         right = [path for path in checksums.files if path not in wrong]
         for path, result in in_order(work, right, budget.workers):

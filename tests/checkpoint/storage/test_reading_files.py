@@ -152,6 +152,19 @@ def test_links_may_not_leave_the_root(tmp_path: Path) -> None:
         assert "up/secret" not in [file.path for file in store.list()]
 
 
+def test_a_file_that_is_named_may_be_a_link(tmp_path: Path) -> None:
+    """Only it: a link beside it that leads elsewhere is not read."""
+    (tmp_path / "a.bin").write_bytes(DATA)
+    (tmp_path / "links").mkdir()
+    for name in ("one.bin", "other.bin"):
+        (tmp_path / "links" / name).symlink_to(tmp_path / "a.bin")
+    with open_storage(tmp_path / "links" / "one.bin") as store:
+        assert store.list() == (StoredFile("one.bin", len(DATA)),)
+        assert store.read("one.bin", 0, 3) == DATA[:3]
+        with pytest.raises(UnsupportedError, match="outside of its checkpoint"):
+            store.read("other.bin", 0, 3)
+
+
 def test_links_of_a_hub_cache_lead_to_its_blobs(tmp_path: Path) -> None:
     (tmp_path / "blobs").mkdir()
     (tmp_path / "blobs" / "0a1b").write_bytes(DATA)

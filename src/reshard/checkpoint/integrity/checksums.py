@@ -243,20 +243,16 @@ class Checker:
             else:
                 self._check_part(path, index, chunk, start, part)
 
-    def finish(self, storage: Storage) -> int:
-        """Read chunks again that were read only in parts; returns the number of bytes."""
+    def finish(self, storage: Storage, path: str | None = None) -> int:
+        """Read chunks again that were read only in parts, or all unchecked chunks of a file.
+
+        Returns the number of bytes.
+        """
         with self._lock:
             left = sorted(self._open)
-        return self._read_again(storage, left)
-
-    def finish_file(self, storage: Storage, path: str) -> int:
-        """Read all unchecked chunks of a file; returns the number of bytes."""
-        with self._lock:
-            every = ((path, index) for index in range(len(self._files[path].ends)))
-            left = [one for one in every if one not in self._done]
-        return self._read_again(storage, left)
-
-    def _read_again(self, storage: Storage, left: Iterable[tuple[str, int]]) -> int:
+            if path is not None:
+                every = ((path, index) for index in range(len(self._files[path].ends)))
+                left = [one for one in every if one not in self._done]
         count = 0
         for path, index in left:
             chunk = self._files[path].chunk(index)

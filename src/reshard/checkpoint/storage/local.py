@@ -317,11 +317,13 @@ class LocalStorage(OpenFiles[str], Storage):
 
     def _open_file(self, path: str) -> OpenFile:
         where = self._folder / check_path(path)
-        # A link may lead to a file below the root or, in a hub cache, to one of its blobs.
+        # A link may lead to a file below the root or, in a hub cache, to one of its blobs. A single
+        # file that is opened may be a link to anywhere: the caller named it.
         real = os.path.realpath(where)
         cache, snapshots, _ = self._real.rpartition("/snapshots/")
         inside = (self._real, f"{cache}/blobs") if snapshots else (self._real,)
-        if not any(os.path.commonpath([real, folder]) == folder for folder in inside):
+        is_inside = any(os.path.commonpath([real, folder]) == folder for folder in inside)
+        if not is_inside and path != self.only:
             raise UnsupportedError(
                 f"{where} leads to {real}, outside of its checkpoint, and is not read: copy the "
                 "file into the folder"

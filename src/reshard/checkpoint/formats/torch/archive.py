@@ -15,7 +15,7 @@ a sequence of such archives, so an archive is a range of a file.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
@@ -69,9 +69,11 @@ class Archive:
         kept = self.members.items()
         return {name[5:]: member for name, member in kept if name.startswith("data/")}
 
-    def crcs(self, file: int) -> list[Crc]:
-        """The CRC-32 of each storage."""
-        return _crcs(self.storages, file)
+    def crcs(self, file: int, prefix: str = "data/") -> list[Crc]:
+        """The CRC-32 of each member with this prefix, by default of the storages."""
+        # 0 in the file means that none was computed.
+        members = (m for name, m in self.members.items() if name.startswith(prefix))
+        return [Crc(file, m.offset, m.size, m.crc) for m in members if m.crc and m.size]
 
     def known(self, start: int, length: int) -> bytes | None:
         """Bytes of the archive, relative to its start, if they were read already."""
@@ -88,11 +90,6 @@ class Archive:
         if start + length > size:
             raise DamageError(f"{self.where}: byte {start + length} is beyond its end")
         return path, offset + start, length
-
-
-def _crcs(members: Mapping[str, Member], file: int) -> list[Crc]:
-    """The CRC-32 of each member; 0 in the file means that none was computed."""
-    return [Crc(file, m.offset, m.size, m.crc) for m in members.values() if m.crc and m.size]
 
 
 def read_archives(
@@ -146,7 +143,7 @@ def each_archive(
 def archive_crcs(storage: Storage, found: Range, file: int) -> list[Crc]:
     """The CRC-32 of every member of one archive; no member is read."""
     [archive] = _with_members(storage, [found], MAX_PICKLE)
-    return _crcs(archive.members, file)
+    return archive.crcs(file, prefix="")
 
 
 def is_archive(storage: Storage, found: Range) -> bool:
