@@ -20,7 +20,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter, itemgetter
@@ -287,9 +287,14 @@ class LocalStorage(OpenFiles[str], Storage):
             with self.using(path) as file:
                 for _, offset, length in some:
                     self._check_range(path, offset, length, file.size)
-                    buffer = bytearray(length)
-                    self._fill(file, path, offset, memoryview(buffer))
-                    found.append(bytes(buffer))
+                    data = b""
+                    with suppress(OSError):  # `_fill` raises the error
+                        data = os.pread(file.descriptor, length, offset)
+                    if len(data) < length:
+                        buffer = bytearray(length)
+                        self._fill(file, path, offset, memoryview(buffer))
+                        data = bytes(buffer)
+                    found.append(data)
         return found
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
