@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.checkpoint.catalog import Catalog, StoredTensor
+from reshard.checkpoint.catalog import Catalog, Crc, StoredTensor
 from reshard.checkpoint.conversion.names import left_over, rename_tensors
 from reshard.checkpoint.differences import compare_entries, difference, listed
 from reshard.checkpoint.formats.checks import Findings
@@ -234,7 +234,7 @@ class _Side:
         if self.source.checksums is not None:
             self._check_files(self.source.checksums, budget)
             self._check_digests(self.source.checksums, damaged)
-        crcs = self.source.crcs
+        crcs, wrong = self.source.crcs, list[tuple[Crc, int]]()
         for which in range(len(crcs)):
             try:
                 [(crc, now)] = crcs.values(self.source.unread, [which])
@@ -243,9 +243,13 @@ class _Side:
                 continue
             self.checked_bytes += crc.size
             if crc.value != now:
-                message, names = changed(self.source.catalog, crc, now)
-                where = self.source.name(crc.file), (crc.offset, crc.offset + crc.size)
-                self._add(Problem("damage", message, names[0] if names else None, *where))
+                wrong.append((crc, now))
+        del wrong[MAX_PROBLEMS:]
+        for (crc, _), (message, names) in zip(
+            wrong, changed(self.source.catalog, wrong), strict=True
+        ):
+            where = self.source.name(crc.file), (crc.offset, crc.offset + crc.size)
+            self._add(Problem("damage", message, names[0] if names else None, *where))
 
     def _complete(self) -> Iterator[StoredTensor]:
         """The tensors that are complete; the others become problems."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 import threading
 import zlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 
 from reshard.checkpoint.catalog import Catalog, Crc
@@ -130,16 +130,19 @@ def crc_of(storage: Storage, path: str, start: int, stop: int) -> int:
     return value
 
 
-def changed(catalog: Catalog, crc: Crc, now: int) -> tuple[str, list[str]]:
-    """The error message for a record that has changed, and the tensors with bytes in it."""
-    [names] = tensors_at(catalog, [(crc.file, crc.offset, crc.offset + crc.size)])
-    some = ", ".join(map(quoted, names[:3])) + " and more" * (len(names) > 3)
-    message = (
-        f"{catalog.root}/{catalog.files[crc.file].path}: bytes {crc.offset} to "
-        f"{crc.offset + crc.size} changed since torch saved them: their CRC-32 is {now:08x} and "
-        f"was {crc.value:08x}: restore the file from a copy" + f" (tensor {some})" * bool(names)
-    )
-    return message, names
+def changed(
+    catalog: Catalog, records: Sequence[tuple[Crc, int]]
+) -> Iterator[tuple[str, list[str]]]:
+    """The error message for each record that has another CRC-32 now, and the tensors in it."""
+    ranges = [(crc.file, crc.offset, crc.offset + crc.size) for crc, _ in records]
+    for (crc, now), names in zip(records, tensors_at(catalog, ranges), strict=True):
+        some = ", ".join(map(quoted, names[:3])) + " and more" * (len(names) > 3)
+        message = (
+            f"{catalog.root}/{catalog.files[crc.file].path}: bytes {crc.offset} to "
+            f"{crc.offset + crc.size} changed since torch saved them: their CRC-32 is {now:08x} "
+            f"and was {crc.value:08x}: restore the file from a copy"
+        )
+        yield message + f" (tensor {some})" * bool(names), names
 
 
 _POLYNOMIAL = 0xEDB88320
