@@ -245,9 +245,8 @@ class _Side:
             if crc.value != now:
                 wrong.append((crc, now))
         del wrong[MAX_PROBLEMS:]
-        for (crc, _), (message, names) in zip(
-            wrong, changed(self.source.catalog, wrong), strict=True
-        ):
+        texts = changed(self.source.catalog, wrong)
+        for (crc, _), (message, names) in zip(wrong, texts, strict=True):
             where = self.source.name(crc.file), (crc.offset, crc.offset + crc.size)
             self._add(Problem("damage", message, names[0] if names else None, *where))
 
