@@ -8,9 +8,11 @@ sides of one kind are compared as they are, all others as JSON.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from math import inf, isnan
+from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,15 +85,14 @@ def difference(left: Source, right: Source, name: str, budget: Budget) -> Tensor
         return [Buffers.of(budget.window, casts=False) for _ in readers]
 
     wider = max(readers, key=lambda side: side.tensor.num_bytes)
-    total: Difference | None = None
-    for _, found in in_order(work, wider.rows(budget.window), budget.workers, make):
-        if found is not None:
-            total = found if total is None else total | found
-    if total is None:
+    windows = in_order(work, wider.rows(budget.window), budget.workers, make)
+    found = [one for _, one in windows if one is not None]
+    if not found:
         return None
+    total = reduce(or_, found)
     shapes = readers[0].tensor.shape, readers[1].tensor.shape
-    figures = total.count, total.first, total.box, total.largest
     places = tuple(reader.place(total.first) for reader in readers)
+    figures = total.count, total.first, total.box, total.largest
     return TensorDiff(name, shapes, dtypes, *figures, places)
 
 
@@ -119,10 +120,7 @@ def _values_differ(left: Array, right: Array, dtypes: tuple[str, str]) -> Array:
     apart = np.empty(left.shape, dtype=bool)
     flat, pair = apart.reshape(-1), (left.reshape(-1), right.reshape(-1))
     for at in range(0, len(flat), BLOCK):
-        one, two = (
-            _as_float(side[at : at + BLOCK], dtype)
-            for side, dtype in zip(pair, dtypes, strict=True)
-        )
+        one, two = _numbers([side[at : at + BLOCK] for side in pair], dtypes)
         flat[at : at + BLOCK] = (one != two) & ~(np.isnan(one) & np.isnan(two))
     return apart
 
@@ -131,22 +129,20 @@ def _distances(
     left: Array, right: Array, apart: Array, dtypes: tuple[str, str]
 ) -> Iterator[float | int]:
     """The largest distance in each block that has differing elements."""
-    whole = dtypes[0] == dtypes[1] and dtypes[0].startswith(("int", "uint", "bool"))
     flat = left.reshape(-1), right.reshape(-1), apart.reshape(-1)
-    for at in range(0, apart.size, BLOCK):
+    for at in range(0, apart.size if all(map(is_number, dtypes)) else 0, BLOCK):
         one, two, differ = (each[at : at + BLOCK] for each in flat)
-        pair = one[differ], two[differ]
-        if not len(pair[0]):
+        if not differ.any():
             continue
-        if whole:
-            yield _whole_distance(*pair, dtypes[0])
-        elif all(map(is_number, dtypes)):
-            one, two = (_as_float(side, dtype) for side, dtype in zip(pair, dtypes, strict=True))
-            with np.errstate(invalid="ignore", over="ignore"):
-                far = np.abs(one - two)
-            far = far[~np.isnan(far)]
-            if len(far):
-                yield float(far.max())
+        one, two = _numbers((one[differ], two[differ]), dtypes)
+        if all(map(_is_whole, dtypes)):
+            yield _whole_distance(one, two)
+            continue
+        with np.errstate(invalid="ignore", over="ignore"):
+            far = np.abs(one - two)
+        far = far[~np.isnan(far)]
+        if len(far):
+            yield float(far.max())
 
 
 def is_number(dtype: str) -> bool:
@@ -154,32 +150,37 @@ def is_number(dtype: str) -> bool:
     return dtype not in ("complex32", "float8_e8m0fnu")
 
 
-def _whole_distance(left: Array, right: Array, dtype: str) -> int:
+def _is_whole(dtype: str) -> bool:
+    return dtype.startswith(("int", "uint", "bool"))
+
+
+def _whole_distance(left: Array, right: Array) -> int:
     """The largest distance of integers; exact, also where it does not fit into int64."""
-    kind = "u1" if dtype == "bool" else f"{'u' if dtype.startswith('u') else 'i'}{left.itemsize}"
-    one, two = left.view(kind), right.view(kind)
-    high, low = np.maximum(one, two), np.minimum(one, two)
+    if left.dtype != right.dtype:  # numpy would subtract some as float64
+        return int(np.abs(left.astype(object) - right.astype(object)).max())
+    high, low = np.maximum(left, right), np.minimum(left, right)
     with np.errstate(over="ignore"):
         return int((high - low).view(f"u{left.itemsize}").max())
 
 
-def _as_float(array: Array, dtype: str) -> Array:
-    want = "complex128" if dtype.startswith("complex") else "float64"
-    result = np.empty(array.shape, want)
-    cast_into(array, dtype, result, want)
-    return result
+def _numbers(pair: Sequence[Array], dtypes: tuple[str, str]) -> list[Array]:
+    """Raw elements as numbers: as integers, which are exact, where both sides are such."""
+    are_whole, found = all(map(_is_whole, dtypes)), []
+    for side, dtype in zip(pair, dtypes, strict=True):
+        want = "complex128" if dtype.startswith("complex") else "float64"
+        if are_whole:
+            want = "uint8" if dtype == "bool" else dtype
+        result = np.empty(side.shape, want)
+        cast_into(side, dtype, result, want)
+        found.append(result)
+    return found
 
 
-@dataclass(frozen=True, slots=True)
-class EntryDifference:
-    """An entry that differs, or that one side lacks."""
-
-    name: str
-    sides: tuple[str | None, str | None]
-    """The entry on each side, for a message; None where it is absent."""
+Entries = Mapping[str, tuple[str | None, str | None]]
+"""Entries that differ, each as it is on both sides, for a message; None where it is absent."""
 
 
-def compare_entries(left: Source, right: Source) -> tuple[list[EntryDifference], tuple[str, ...]]:
+def compare_entries(left: Source, right: Source) -> tuple[Entries, tuple[str, ...]]:
     """Entries that are not tensors and that differ, and a note on those that are not compared.
 
     One that a side lacks differs only between two sides of one kind which both have entries: other
@@ -197,24 +198,22 @@ def compare_entries(left: Source, right: Source) -> tuple[list[EntryDifference],
         names = _names(mine), _names(theirs)
         one, two = (_texts(side, names[0] & names[1]) for side in (left, right))
         both = one.keys() & two.keys()
-        differ = [name for name in sorted(both) if one[name] != two[name]]
-        found = [EntryDifference(n, (quoted(one[n]), quoted(two[n]))) for n in differ]
+        texts = [{name: quoted(side[name]) for name in both} for side in (one, two)]
+        found = _differing(texts, lambda name: one[name] == two[name])
         rest |= (names[0] | names[1]) - both
     what = and_more([quoted(name) for name in sorted(rest)], 3, "entries")
     note = f"not compared, as no tensors and not plain values on both sides: {what}"
     return found, (note,) if rest else ()
 
 
-def _differing(
-    sides: Sequence[Mapping[str, str]], are_equal: Callable[[str], bool]
-) -> list[EntryDifference]:
+def _differing(sides: Sequence[Mapping[str, str]], are_equal: Callable[[str], bool]) -> Entries:
     """The entries that only one side has or that differ; each side has a text for every entry."""
     mine, theirs = sides
-    return [
-        EntryDifference(name, (mine.get(name), theirs.get(name)))
+    return {
+        name: (mine.get(name), theirs.get(name))
         for name in sorted({*mine, *theirs})
         if name not in mine or name not in theirs or not are_equal(name)
-    ]
+    }
 
 
 def _names(catalog: Catalog) -> set[str]:
@@ -258,7 +257,7 @@ def _same(one: Any, two: Any) -> bool:
 
 FORMAT = 1
 SHOWN = 20
-"""Names that are printed of each kind of difference."""
+"""Names or problems that are printed of each kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,13 +332,13 @@ class DiffReport(Report):
         for root, names in zip(self.checkpoints, self.only, strict=True):
             if names:
                 yield f"only in {root}: {len(names)}"
-                yield from _listed(map(_shown, names))
+                yield from listed([*map(_shown, names)])
         if self.changed:
             yield f"differ: {len(self.changed)}"
-            yield from _listed(map(str, self.changed))
+            yield from listed([*map(str, self.changed)])
         if self.objects:
             yield f"entries that are no tensors differ: {len(self.objects)}"
-            yield from _listed(map(_shown, self.objects))
+            yield from listed([*map(_shown, self.objects)])
         if self.recut:
             yield f"same values, different layouts ({self.num_recut} of {self.num_equal} tensors)"
         elif self.equal:
@@ -364,8 +363,8 @@ def _shown(name: str) -> str:
     return quoted(name)[1:-1]
 
 
-def _listed(texts: Iterable[str]) -> Iterator[str]:
-    lines = [*texts]
+def listed(lines: Sequence[str]) -> Iterator[str]:
+    """The first of some lines, and how many follow."""
     yield from (f"  {line}" for line in lines[:SHOWN])
     if len(lines) > SHOWN:
         yield f"  and {len(lines) - SHOWN} more; --json lists all"
@@ -416,7 +415,7 @@ def diff(
             changed=tuple(_compared(left, right, name, budget) for name in differ),
             num_equal=len(equal),
             num_recut=sum(mine[name].boxes != theirs[name].boxes for name in equal),
-            objects=tuple(entry.name for entry in entries),
+            objects=tuple(entries),
             notes=notes,
         )
 
@@ -428,12 +427,11 @@ def _alike(one: StoredTensor, two: StoredTensor) -> bool:
 def _compared(left: Source, right: Source, name: str, budget: Budget) -> TensorDiff:
     mine, theirs = left.catalog.tensors[name], right.catalog.tensors[name]
     whole = TensorDiff(name, (mine.shape, theirs.shape), (mine.dtype, theirs.dtype))
-    if not (_alike(mine, theirs) or all(map(is_number, whole.dtypes))):
-        return whole
-    if mine.shape != theirs.shape:
+    is_alike = _alike(mine, theirs)
+    if mine.shape != theirs.shape or not (is_alike or all(map(is_number, whole.dtypes))):
         return whole
     found = difference(left, right, name, budget)
-    if found is None and _alike(mine, theirs):
+    if found is None and is_alike:
         raise DamageError(
             f"tensor {quoted(name)} differed when it was read first and not again: "
             "is another process writing to it?"

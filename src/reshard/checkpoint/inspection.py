@@ -146,14 +146,13 @@ class _Branch:
     num_tensors: int = 0
 
     def add(self, parts: Sequence[str], tensor: InspectedTensor) -> None:
-        branch = self
+        path = [self]
         for part in parts:
+            path.append(path[-1].children.setdefault(part, _Branch()))
+        path[-1].tensor = tensor
+        for branch in path:
             branch.num_bytes += tensor.num_bytes
             branch.num_tensors += 1
-            branch = branch.children.setdefault(part, _Branch())
-        branch.tensor = tensor
-        branch.num_bytes += tensor.num_bytes
-        branch.num_tensors += 1
 
 
 def _drawn(top: _Branch) -> Iterator[str]:

@@ -6,7 +6,7 @@ It is complete before the first byte is read: shapes and layouts give the sizes,
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm, prod
 from typing import NamedTuple
@@ -84,7 +84,6 @@ class Output:
     objects: tuple[ObjectCopy, ...] = ()
     left_out: tuple[str, ...] = ()
     """Names of objects, values and files of the source that are not in the output."""
-    metadata: Mapping[str, str] = field(default_factory=dict)
 
     def all_literals(self) -> Iterator[Literal]:
         """All literals, with those around pieces."""

@@ -15,7 +15,7 @@ amounts in bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.checkpoint.catalog import StoredPiece
+from reshard.checkpoint.catalog import Catalog, StoredPiece
 from reshard.layout.box import Box
 from reshard.layout.columns import Ints
 
@@ -203,6 +203,20 @@ def _split(
             at, longer = row, int(ends[row])
         stop = longer
     yield Extent(file, int(begins[at]), stop, order[at:last])
+
+
+def tensors_at(catalog: Catalog, ranges: Iterable[tuple[int, int, int]]) -> Iterator[list[str]]:
+    """The names of the tensors with bytes in each of these ranges: file, start, stop."""
+    names = [*catalog.tensors]
+    rows = [
+        (number, piece.file, *piece.span(tensor.dtype))
+        for number, tensor in enumerate(catalog.tensors.values())
+        for piece in tensor.pieces
+    ]
+    numbers, files, starts, stops = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+    for file, start, stop in ranges:
+        hit = (files == file) & (starts < stop) & (stops > start)
+        yield [names[number] for number in dict.fromkeys(numbers[hit].tolist())]
 
 
 def slabs(box: Box, limit: int) -> Iterator[Box]:

@@ -16,11 +16,9 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from reshard.checkpoint.catalog import Catalog, StoredTensor
+from reshard.checkpoint.catalog import Catalog, Crc, StoredTensor
 from reshard.checkpoint.conversion.names import left_over, rename_tensors
-from reshard.checkpoint.differences import EntryDifference, compare_entries, difference
+from reshard.checkpoint.differences import compare_entries, difference, listed
 from reshard.checkpoint.formats.checks import Findings
 from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, survey_catalog
 from reshard.checkpoint.integrity.checksums import (
@@ -30,7 +28,8 @@ from reshard.checkpoint.integrity.checksums import (
     damage,
     load_checksums,
 )
-from reshard.checkpoint.integrity.crcs import changed, tensors_of
+from reshard.checkpoint.integrity.crcs import changed
+from reshard.checkpoint.piece_table import tensors_at
 from reshard.checkpoint.storage.local import Storage
 from reshard.checkpoint.transfer.examination import Problem, attempt, digests_of, wrong_sizes
 from reshard.checkpoint.transfer.packing import tiles
@@ -54,8 +53,6 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 UNSUPPORTED = "unsupported"
-SHOWN = 20
-"""Problems that are printed one by one."""
 MAX_PROBLEMS = 1000
 """The most problems that are listed."""
 
@@ -102,9 +99,7 @@ class VerifyReport(Report):
             words = "damaged" if len(self.checkpoints) == 1 else "not equal"
             words = UNSUPPORTED if self.is_unsupported else words
             yield f"{words}: {count(len(self.problems), 'problem')} in {size}:"
-            yield from (f"  {problem.message}" for problem in self.problems[:SHOWN])
-            if len(self.problems) > SHOWN:
-                yield f"  and {len(self.problems) - SHOWN} more; --json lists all"
+            yield from listed([problem.message for problem in self.problems])
         if self.checked_bytes:
             yield f"{format_bytes(self.checked_bytes)} of files were compared with their checksums"
         yield from self.notes
@@ -183,7 +178,18 @@ class _Side:
         except (DamageError, UnsupportedError) as error:
             kind = "damage" if isinstance(error, DamageError) else UNSUPPORTED
             self._add(Problem(kind, str(error), file=SIDECAR))
-        catalog, findings = _survey(storage, rules, mesh, is_checked=checksums is not None)
+        given, over = as_rules(rules, storage), as_mesh(mesh)
+        if given is not None and over is not None:
+            given.check_mesh(over)  # a wrong argument is not damage
+        try:
+            with collector_paused():
+                catalog, findings = survey_catalog(storage, given, over)
+        except ReshardError as error:
+            if checksums is None:
+                raise
+            # The checksums show where a changed byte made a header invalid.
+            catalog = Catalog(storage.root, "unreadable", (), {})
+            findings = Findings(damage=[str(error)])
         for line in findings.damage:
             self._add(Problem("unreadable", line))
         for line in findings.unsupported:
@@ -223,12 +229,12 @@ class _Side:
     def examine(self, budget: Budget, meter: Callable[[int], None]) -> None:
         """Read every tensor once and every file in full, and add all problems."""
         damaged: list[tuple[str, ChunkSum, bytes]] = []
-        self.source.checker.report_to(lambda *chunk: damaged.append(chunk))
+        self.source.checker.report = lambda *chunk: damaged.append(chunk)
         self.digests = digests_of(self.source, self._complete(), budget, meter, self._add)
         if self.source.checksums is not None:
             self._check_files(self.source.checksums, budget)
             self._check_digests(self.source.checksums, damaged)
-        crcs = self.source.crcs
+        crcs, wrong = self.source.crcs, list[tuple[Crc, int]]()
         for which in range(len(crcs)):
             try:
                 [(crc, now)] = crcs.values(self.source.unread, [which])
@@ -237,10 +243,12 @@ class _Side:
                 continue
             self.checked_bytes += crc.size
             if crc.value != now:
-                message = changed(self.source.catalog, crc, now)
-                names = tensors_of(self.source.catalog, crc)
-                where = self.source.name(crc.file), (crc.offset, crc.offset + crc.size)
-                self._add(Problem("damage", message, names[0] if names else None, *where))
+                wrong.append((crc, now))
+        del wrong[MAX_PROBLEMS:]
+        texts = changed(self.source.catalog, wrong)
+        for (crc, _), (message, names) in zip(wrong, texts, strict=True):
+            where = self.source.name(crc.file), (crc.offset, crc.offset + crc.size)
+            self._add(Problem("damage", message, names[0] if names else None, *where))
 
     def _complete(self) -> Iterator[StoredTensor]:
         """The tensors that are complete; the others become problems."""
@@ -278,7 +286,7 @@ class _Side:
                 self._add(Problem("absent", message, file=path))
 
         def work(path: str, _: None) -> int | CheckpointError:
-            return attempt(self.source.checker.finish_file, self.storage, path)
+            return attempt(self.source.checker.finish, self.storage, path)
 
         right = [path for path in checksums.files if path not in wrong]
         for path, result in in_order(work, right, budget.workers):
@@ -301,7 +309,9 @@ class _Side:
             if name in known and name in self.digests and known[name] != self.digests[name]
         }
         listed = sorted(damaged, key=lambda each: (each[0], each[1].start))[:MAX_PROBLEMS]
-        touched = _tensors_at(catalog, listed)
+        numbers = {file.path: number for number, file in enumerate(catalog.files)}
+        places = [(numbers.get(path, -1), one.start, one.stop) for path, one, _ in listed]
+        touched = tensors_at(catalog, places) if places else ()
         for (path, chunk, found), names in zip(listed, touched, strict=True):
             sure = [name for name in names if name in altered] or names
             where = ", ".join(map(quoted, sure[:3])) + (" and more" if len(sure) > 3 else "")
@@ -322,42 +332,6 @@ class _Side:
                 self._add(Problem("absent", words, name))
 
 
-def _tensors_at(
-    catalog: Catalog, damaged: list[tuple[str, ChunkSum, bytes]]
-) -> Iterator[list[str]]:
-    """The names of the tensors with bytes in each of these chunks."""
-    if not damaged:
-        return
-    names, paths = [*catalog.tensors], [file.path for file in catalog.files]
-    rows = [
-        (number, piece.file, *piece.span(tensor.dtype))
-        for number, tensor in enumerate(catalog.tensors.values())
-        for piece in tensor.pieces
-    ]
-    numbers, files, starts, stops = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-    for path, chunk, _ in damaged:
-        file = paths.index(path) if path in paths else -1
-        hit = (files == file) & (starts < chunk.stop) & (stops > chunk.start)
-        yield [names[number] for number in dict.fromkeys(numbers[hit].tolist())]
-
-
-def _survey(
-    storage: Storage, rules: Rules | str | None, mesh: Mesh | str | None, is_checked: bool
-) -> tuple[Catalog, Findings]:
-    """What can be read of a checkpoint, and the problems of its headers."""
-    given, over = as_rules(rules, storage), as_mesh(mesh)
-    if given is not None and over is not None:
-        given.check_mesh(over)  # a wrong argument is not damage
-    try:
-        with collector_paused():
-            return survey_catalog(storage, given, over)
-    except ReshardError as error:
-        if not is_checked:
-            raise
-        # The checksums show where a changed byte made a header invalid.
-        return Catalog(storage.root, "unreadable", (), {}), Findings(damage=[str(error)])
-
-
 def _differences(left: _Side, right: _Side, budget: Budget) -> Iterator[Problem]:
     """Tensors and entries that one checkpoint lacks, or whose values differ."""
     mine, theirs = left.source.catalog.tensors, right.source.catalog.tensors
@@ -375,18 +349,12 @@ def _differences(left: _Side, right: _Side, budget: Budget) -> Iterator[Problem]
             yield Problem("unreadable", str(error))
             return
         left.notes += notes
-        yield from (_entry(left, right, entry) for entry in entries)
-
-
-def _entry(left: _Side, right: _Side, entry: EntryDifference) -> Problem:
-    """An entry that is not a tensor and differs, or that one side lacks."""
-    one, two = entry.sides
-    if one is None or two is None:
-        here, there = (left, right) if two is None else (right, left)
-        where = f"is in {here.root} and not in {there.root}"
-        return Problem("object", f"entry {quoted(entry.name)} {where}")
-    where = f"{one} in {left.root}, {two} in {right.root}"
-    return Problem("object", f"entry {quoted(entry.name)}, which is no tensor, differs: {where}")
+        for name, (one, two) in entries.items():
+            words = f", which is no tensor, differs: {one} in {left.root}, {two} in {right.root}"
+            if one is None or two is None:
+                here, there = (left, right) if two is None else (right, left)
+                words = f" is in {here.root} and not in {there.root}"
+            yield Problem("object", f"entry {quoted(name)}{words}")
 
 
 def _difference(left: _Side, right: _Side, name: str, budget: Budget) -> Problem | None:

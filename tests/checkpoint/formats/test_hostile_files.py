@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import re
 import struct
 import time
@@ -15,6 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from reshard import checkpoint
 from reshard.checkpoint.formats.torch.tensors import EXPANDED, SMALL
@@ -255,6 +258,25 @@ def test_flags_of_one_dict_take_no_time(tmp_path: Path) -> None:
     assert time.process_time() - began < within(SECONDS)
 
 
+def test_objects_that_share_an_archive_are_not_each_looked_up(tmp_path: Path) -> None:
+    """Their CRC-32 are in the archive's directory, which may be long."""
+    with zipfile.ZipFile(tmp_path / "a.distcp", "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x04N.")
+        for number in range(5_000):
+            archive.writestr(f"archive/data/{number}", b"")
+    size = (tmp_path / "a.distcp").stat().st_size
+    names = [f"object {number}" for number in range(1_000)]
+    found = Metadata(
+        {name: BytesStorageMetadata() for name in names},
+        storage_data={MetadataIndex(name): _StorageInfo("a.distcp", 0, size) for name in names},
+    )
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(found))
+    began = time.process_time()
+    report = checkpoint.verify(tmp_path)
+    assert time.process_time() - began < within(SECONDS)
+    assert f"two entries share bytes 0 to {size} (999 such pairs)" in str(report)
+
+
 def test_many_names_of_a_module_share_it() -> None:
     """A record knows who would have made it, and not a text of its own."""
     content = text(b"z" * 1000) + put(0) + MARK
@@ -271,8 +293,6 @@ def test_many_names_of_a_module_share_it() -> None:
 def test_what_is_usual_is_still_read() -> None:
     shared = {"a": [1, 2, 3]}
     value = {"x": shared, "y": [shared] * 100, 3: None, (1, "b"): 2.5, 1 << 40: "", True: ()}
-    import pickle
-
     for protocol in (2, 4, 5):
         assert unpickle(pickle.dumps(value, protocol), "a.pkl") == value
 

@@ -113,6 +113,17 @@ def test_what_cannot_be_carried_is_listed(tmp_path: Path) -> None:
     assert checkpoint.convert(tmp_path / "b", tmp_path / "full").left_out == ("x",)
 
 
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_a_set_does_not_become_a_list(tmp_path: Path, protocol: int) -> None:
+    """Newer protocols have instructions for sets and a bytearray, which are no plain values."""
+    others = {"set": {1, 2}, "none": set(), "frozen": frozenset({3}), "array": bytearray(b"x")}
+    state = {"w": torch.ones(2), **others, "list": [1, 2], "bytes": b"x"}
+    torch.save(state, tmp_path / "a.pt", pickle_protocol=protocol)
+    report = checkpoint.convert(tmp_path / "a.pt", tmp_path / "out", format="distcp")
+    assert sorted(report.left_out) == ["array", "frozen", "none", "set"]
+    assert checkpoint.inspect(tmp_path / "out").objects.keys() == {"list", "bytes"}
+
+
 def test_values_with_names_that_safetensors_files_reserve_are_listed(tmp_path: Path) -> None:
     taken = {"reshard": 3, "DCP_SHARDING_INFO": "x", "DCP_VERSION": 2, "format": "mine"}
     torch.save({"w": torch.ones(2), "step": 4, **taken}, tmp_path / "a.pt")

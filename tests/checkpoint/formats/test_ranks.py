@@ -123,6 +123,7 @@ def test_our_own_files_need_no_rules(
     [
         ("tp=2", "tp:1 ...", [1 << 40], "is sharded by .* into 1099511627776 blocks"),
         ("tp=2", "{1099511627776 tp:1}", [1 << 40], "is sharded by .* blocks"),
+        ("tp=2 dp=2", "tp:1 dp:1", [2048, 2048], "is sharded by .* into 4194304 blocks"),
         ("tp=2", "tp -", [4], "has 2 words and shape"),
         ("tp=2", "nonsense", [4], 'names axis "nonsense"'),
         ("tp=99999999999", "tp", [4], "tp=99999999999|ranks"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -21,6 +23,7 @@ from reshard.checkpoint.integrity.crcs import Crcs, combine
 from reshard.checkpoint.publish.journal import Team
 from reshard.errors import CheckpointError, DamageError
 from tests.checkpoint.converting import small_windows
+from tests.soak import within
 
 torch = pytest.importorskip("torch")
 write_distcp = pytest.importorskip("tests.checkpoint.torch_writers").write_distcp
@@ -243,3 +246,16 @@ def test_ranks_that_convert_together_compare_what_each_has_read(tmp_path: Path) 
     assert isinstance(results["damaged", 0], DamageError)
     assert all(isinstance(results["damaged", rank], CheckpointError) for rank in range(3))
     assert not (tmp_path / "damaged").exists()
+
+
+def test_a_file_in_which_everything_changed_is_verified_in_time(tmp_path: Path) -> None:
+    """The tensors of all changed records are looked up together."""
+    torch.save({f"w{number}": torch.zeros(8) for number in range(8000)}, tmp_path / "a.pt")
+    data = (tmp_path / "a.pt").read_bytes()
+    (tmp_path / "a.pt").write_bytes(data.replace(bytes(32), b"\1" * 32))
+    began = time.process_time()
+    report = checkpoint.verify(tmp_path)
+    assert time.process_time() - began < within(8)
+    assert len(report.problems) == 1000
+    assert re.search(r"CRC-32 is .* \(tensor \"w0\"\)", report.problems[0].message)
+    assert {problem.tensor for problem in report.problems} < {f"w{n}" for n in range(8000)}

@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -327,3 +328,6 @@ def test_resuming_what_is_complete_at_an_address_succeeds(tmp_path: Path) -> Non
     assert convert(source, "memory://complete", resume=True).was_complete
     with pytest.raises(TargetError, match="exists"):
         convert(source, "memory://complete", resume=True, dtype="bfloat16")
+    fsspec.filesystem("memory").pipe_file("/complete/_RESHARD_COMMITTED", b"[" * 99_999)
+    with pytest.raises(TargetError, match="exists"):
+        convert(source, "memory://complete", resume=True)

@@ -128,6 +128,14 @@ def test_paths_that_leave_the_root(folder: Path, path: str) -> None:
         remote.read(path, 0, 1)
 
 
+def test_a_version_of_what_is_no_path_is_refused_as_a_read_is(tmp_path: Path) -> None:
+    (tmp_path / "a\\b").write_bytes(DATA)
+    with open_storage(tmp_path) as store:
+        assert [file.path for file in store.list()] == ["a\\b"]
+        with pytest.raises(UnsupportedError, match="leaves its checkpoint or is none"):
+            store.versions(["a\\b"])
+
+
 def test_links_may_not_leave_the_root(tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"key")
     root = tmp_path / "root"
@@ -142,6 +150,19 @@ def test_links_may_not_leave_the_root(tmp_path: Path) -> None:
             with pytest.raises(UnsupportedError, match=r"leads to .*secret, outside of its"):
                 store.read(path, 0, 1)
         assert "up/secret" not in [file.path for file in store.list()]
+
+
+def test_a_file_that_is_named_may_be_a_link(tmp_path: Path) -> None:
+    """Only it: a link beside it that leads elsewhere is not read."""
+    (tmp_path / "a.bin").write_bytes(DATA)
+    (tmp_path / "links").mkdir()
+    for name in ("one.bin", "other.bin"):
+        (tmp_path / "links" / name).symlink_to(tmp_path / "a.bin")
+    with open_storage(tmp_path / "links" / "one.bin") as store:
+        assert store.list() == (StoredFile("one.bin", len(DATA)),)
+        assert store.read("one.bin", 0, 3) == DATA[:3]
+        with pytest.raises(UnsupportedError, match="outside of its checkpoint"):
+            store.read("other.bin", 0, 3)
 
 
 def test_links_of_a_hub_cache_lead_to_its_blobs(tmp_path: Path) -> None:

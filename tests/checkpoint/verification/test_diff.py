@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from reshard.checkpoint import convert, diff, verify
 from reshard.checkpoint.differences import between
@@ -134,6 +135,21 @@ def test_other_dtypes_are_compared_as_numbers(tmp_path: Path) -> None:
     report = diff(tmp_path / "a", tmp_path / "c")
     assert not report.equal
     assert str(report.changed[0]) == "w: dtype float32 and float64, the same numbers"
+
+
+def test_integers_of_two_dtypes_are_compared_exactly(tmp_path: Path) -> None:
+    """Beyond 2**53 neighbours are one float64; and the distance may not fit into 64 bits."""
+    signed = np.array([2**53, -5, 7, -(2**63)], np.int64)
+    unsigned = np.array([2**53 + 1, 5, 7, 2**64 - 1], np.uint64)
+    word = {"w": [Box((0,), (4,))]}
+    write_sharded(tmp_path / "a", {"w": ("int64", signed)}, word)
+    save_file({"w": unsigned}, tmp_path / "b.safetensors")
+    (found,) = diff(tmp_path / "a", tmp_path / "b.safetensors").changed
+    assert (found.count, found.largest) == (3, 2**64 - 1 + 2**63)
+    near = np.array([2**53, 5], np.int64), np.array([2**53 + 1, 5], np.uint64)
+    one = between(near[0], near[1], ("int64", "uint64"), Box((0,), (2,)))
+    assert one is not None
+    assert (one.count, one.first, one.largest) == (1, (0,), 1)
 
 
 def test_strange_names_stay_on_one_line(tmp_path: Path) -> None:

@@ -355,7 +355,7 @@ class Conversion:
         for file in plan.catalog.files:
             if sums is not None and file.path in sums.files:
                 # An interrupted earlier run may have read it only in part.
-                source.count(source.checker.finish_file(self.storage, file.path))
+                source.count(source.checker.finish(self.storage, file.path))
         if self.request.checksums:
             self._write_sidecar([self._prepared, *done.values()])
         else:

@@ -28,7 +28,7 @@ from reshard.checkpoint.formats.checks import (
     shown,
     whole_numbers,
 )
-from reshard.checkpoint.formats.torch.archive import Archive, each_archive
+from reshard.checkpoint.formats.torch.archive import each_archive
 from reshard.checkpoint.formats.torch.tensors import (
     Visits,
     dtype_of,
@@ -178,7 +178,7 @@ def _with_metadata(catalog: Catalog, reading: Reading, path: str) -> tuple[Catal
                         f"many bytes have at most {most}: many share one list"
                     )
                 chunks += _chunks(found, own, placed, f"{where}: {quoted(name)}")
-            elif found[0] in numbers:
+            elif found[0] in numbers and found not in shared:
                 objects[name] = StoredObject(name, numbers[found[0]], *found[1:])
     for name, _ in placed:
         if name not in tensors and name not in objects and not findings.any:
@@ -219,25 +219,21 @@ def _placed(storage_data: object, where: str) -> Placed:
         name = index.field("fqn") if isinstance(index, Record) else None
         if not isinstance(name, str) or not isinstance(info, Record):
             raise DamageError(f"{where}: an entry of storage_data is not about a tensor")
-        start = index.field("offset")
-        start = start if start is None else checked_shape(start, f"{where}: {quoted(name)}")
+        named, start = f"{where}: {quoted(name)}", index.field("offset")
+        start = start if start is None else checked_shape(start, named)
         if (name, start) in placed:
-            raise DamageError(f"{where}: {quoted(name)} at {start} is stored twice")
-        placed[name, start] = _range(info, f"{where}: {quoted(name)}")
+            raise DamageError(f"{named} at {start} is stored twice")
+        path, offset, length = map(info.field, ("relative_path", "offset", "length"))
+        if not isinstance(path, str) or whole_numbers((offset, length)) is None:
+            raise DamageError(f"{named} is stored in no range of a file")
+        if len(path) > MAX_PATH:
+            raise UnsupportedError(
+                f"{named}: a path of {len(path)} characters, at most {MAX_PATH} are read"
+            )
+        if info.field("transform_descriptors"):
+            raise UnsupportedError(f"{named} is stored compressed or transformed: not supported")
+        placed[name, start] = check_path(path), offset, length
     return placed
-
-
-def _range(info: Record, where: str) -> Range:
-    path, offset, length = (info.field(name) for name in ("relative_path", "offset", "length"))
-    if not isinstance(path, str) or whole_numbers((offset, length)) is None:
-        raise DamageError(f"{where} is stored in no range of a file")
-    if len(path) > MAX_PATH:
-        raise UnsupportedError(
-            f"{where}: a path of {len(path)} characters, at most {MAX_PATH} are read"
-        )
-    if info.field("transform_descriptors"):
-        raise UnsupportedError(f"{where} is stored compressed or transformed: not supported")
-    return check_path(path), offset, length
 
 
 def _check_ranges(
@@ -327,34 +323,27 @@ def _pieces(
             if isinstance(archive, CheckpointError):
                 content = f"it holds {chunk.box} of {quoted(chunk.tensor)}"
                 raise type(archive)(f"{archive}; {content}")
-            file = numbers[chunk.range[0]]
-            piece = _piece(chunk, archive, file, known)
+            file, where = numbers[chunk.range[0]], f"{archive.where}: {quoted(chunk.tensor)}"
+            tensor = known.get(archive.pickle)
+            if tensor is None:  # archives of one shape have the same pickle
+                record = unpickle(archive.pickle, where)
+                if not is_tensor(record):
+                    raise DamageError(f"{where} is no tensor")
+                tensor = tensor_of(record, where)
+                if len(known) < KNOWN_PICKLES:
+                    known[archive.pickle] = tensor
+            local = within(archive, tensor, where)
+            if (local.shape, local.dtype) != (chunk.box.shape, chunk.dtype):
+                raise DamageError(
+                    f"{where} is {local.shape} of {local.dtype} and {METADATA} says "
+                    f"{chunk.box.shape} of {chunk.dtype}"
+                )
+            piece = StoredPiece(chunk.box, file, local.offset, local.strides)
             pieces.setdefault(chunk.tensor, []).append(piece)
             crcs += archive.crcs(file)
     for held in pieces.values():
         held.sort(key=lambda piece: piece.box)
     return pieces, crcs
-
-
-def _piece(
-    chunk: _Chunk, archive: Archive, file: int, known: dict[bytes, LocalTensor]
-) -> StoredPiece:
-    where = f"{archive.where}: {quoted(chunk.tensor)}"
-    tensor = known.get(archive.pickle)
-    if tensor is None:  # archives of one shape have the same pickle
-        record = unpickle(archive.pickle, where)
-        if not is_tensor(record):
-            raise DamageError(f"{where} is no tensor")
-        tensor = tensor_of(record, where)
-        if len(known) < KNOWN_PICKLES:
-            known[archive.pickle] = tensor
-    local = within(archive, tensor, where)
-    if (local.shape, local.dtype) != (chunk.box.shape, chunk.dtype):
-        raise DamageError(
-            f"{where} is {local.shape} of {local.dtype} and {METADATA} says {chunk.box.shape} of "
-            f"{chunk.dtype}"
-        )
-    return StoredPiece(chunk.box, file, local.offset, local.strides)
 
 
 def _paths(planner_data: object) -> dict[str, tuple[str | int, ...]]:

@@ -192,10 +192,10 @@ _STRIDED = Record(Global("torch.serialization", "_get_layout"), ("torch.strided"
 class _Plan:
     """The files of the ranks, filled so far, and what ``.metadata`` says of them."""
 
-    def __init__(self, names: Mapping[int, str]) -> None:
-        self.names = names
+    def __init__(self) -> None:
         self.literals: list[Literal] = []
         self.numbers: dict[int, int] = {}
+        """The number of the file of each rank."""
         self.sizes: list[int] = []
         self.states: dict[str, Any] = {}
         self.places: dict[Record, Record] = {}
@@ -212,7 +212,7 @@ class _Plan:
         offset = self.sizes[file] + skipped
         self.sizes[file] = offset + size
         index = Record(_INDEX, state={"fqn": name, "offset": start, "index": chunk})
-        place = {"relative_path": self.names[rank], "offset": offset, "length": size}
+        place = {"relative_path": f"__{rank}_0.distcp", "offset": offset, "length": size}
         self.places[index] = Record(_PLACE, state=place)
         return file, offset, skipped
 
@@ -233,9 +233,7 @@ def distcp(
     extras: Mapping[str, Any] | None = None,
 ) -> Output:
     """The files of the ranks, and the ``.metadata`` that finds everything in them."""
-    layouts = {wanted.layout for wanted in tensors.values() if wanted.layout is not None}
-    ranks = {0}.union(*(layout.ranks for layout in layouts))
-    plan, outputs = _Plan({rank: f"__{rank}_0.distcp" for rank in ranks}), dict[str, OutputTensor]()
+    plan, outputs = _Plan(), dict[str, OutputTensor]()
     for number, (name, wanted) in enumerate(tensors.items()):
         pieces, chunks = list[StoredPiece](), list[Shared]()
         around: list[tuple[bytes, bytes]] = []
@@ -255,7 +253,7 @@ def distcp(
         writer = ArchiveWriter(pickled(value))  # as torch.save writes it
         writer.finish()
         plan.add_bytes(name, len(writer.out), bytes(writer.out))
-    files = [StoredFile(plan.names[rank], plan.sizes[at]) for rank, at in plan.numbers.items()]
+    files = [StoredFile(f"__{rank}_0.distcp", plan.sizes[at]) for rank, at in plan.numbers.items()]
     paths = nesting or {}
     state = {
         "state_dict_metadata": plan.states,

@@ -12,7 +12,8 @@ shape is then checked against it:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from math import prod
 from operator import mul
 from typing import NamedTuple
 
@@ -69,10 +70,9 @@ class _Ranks:
         findings.refuse_doubled(self.doubled, "keep one file of each rank for each tensor")
         joined: dict[str, StoredTensor] = {}
         count = 0
-        for name, held in self.held.items():
+        for name in self.held:
             with findings:
-                shards = _Shards(name, layouts[name], held, self.files)
-                joined[name] = shards.joined(shapes.get(name))
+                joined[name] = self._joined(name, layouts[name], shapes.get(name))
                 count += len(joined[name].pieces)
                 if count > MAX_PIECES:
                     raise UnsupportedError(
@@ -91,36 +91,15 @@ class _Ranks:
         texts = {name: str(layout) for name, layout in layouts.items() if layout.mesh == mesh}
         return self.joined(layouts, {}, findings), texts
 
-
-def _blocks(cuts: Cuts) -> Iterator[int]:
-    """The block sizes of the cyclic words of a dim."""
-    for cut in cuts:
-        match cut:
-            case Cyclic(block=block):
-                yield block
-            case Packed(segments=segments):
-                for segment in segments:
-                    yield from _blocks(segment.cuts)
-
-
-@dataclass(frozen=True, slots=True)
-class _Shards:
-    """The local tensors of one name, which a layout joins to a global one."""
-
-    name: str
-    layout: Layout
-    held: Mapping[int, _Held]
-    ranks: Mapping[int, str]
-
-    def joined(self, shape: Shape | None) -> StoredTensor:
+    def _joined(self, name: str, layout: Layout, shape: Shape | None) -> StoredTensor:
         """The global tensor; without a shape it follows from the local shapes."""
-        name, layout, mesh = self.name, self.layout, self.layout.mesh
+        mesh, held = layout.mesh, self.held[name]
         if layout.reduce is not None:
             raise CheckpointError(
                 f'tensor {quoted(name)} has the layout "{layout}", of sums that are pending: give '
                 "the layout of values"
             )
-        first, *rest = self.held.values()
+        first, *rest = held.values()
         example = first.tensor
         for one in rest:
             if (one.tensor.dtype, len(one.tensor.shape)) != (example.dtype, len(example.shape)):
@@ -128,19 +107,20 @@ class _Shards:
                     f"tensor {quoted(name)} is {example.dtype} of {example.shape} in "
                     f"{first.where} and {one.tensor.dtype} of {one.tensor.shape} in {one.where}"
                 )
-        holders = [rank for rank in self.ranks if layout.holds(rank) is not None]
-        shape = shape if shape is not None else self._global_shape(example.shape, holders)
+        holders = [rank for rank in self.files if layout.holds(rank) is not None]
+        if shape is None:
+            shape = self._global_shape(name, layout, example.shape, holders)
         expected = {rank: layout.local_shape(rank, shape) for rank in holders}
         # A rank may lack a tensor of which it holds no elements, if all other ranks match.
-        fits = all(expected.get(rank) == one.tensor.shape for rank, one in self.held.items())
+        fits = all(expected.get(rank) == one.tensor.shape for rank, one in held.items())
         for rank in holders:
-            if rank not in self.held and not (fits and 0 in expected[rank]):
+            if rank not in held and not (fits and 0 in expected[rank]):
                 raise DamageError(
-                    f'{self.ranks[rank]} has no tensor {quoted(name)}, which "{layout}" on mesh '
+                    f'{self.files[rank]} has no tensor {quoted(name)}, which "{layout}" on mesh '
                     f"{mesh} puts on rank {rank} too"
                 )
         pieces: list[StoredPiece] = []
-        for rank, one in self.held.items():
+        for rank, one in held.items():
             if rank not in expected:
                 raise DamageError(
                     f'{one.where} holds tensor {quoted(name)}, which the layout "{layout}" on '
@@ -155,42 +135,57 @@ class _Shards:
             pieces += _stored(one, layout.pieces(rank, shape))
         return StoredTensor(name, shape, example.dtype, tuple(sorted(pieces, key=lambda p: p.box)))
 
-    def _global_shape(self, example: Shape, holders: Sequence[int]) -> Shape:
-        if self.layout.words.flat:
+    def _global_shape(
+        self, name: str, layout: Layout, example: Shape, holders: Sequence[int]
+    ) -> Shape:
+        if layout.words.flat:
             raise UnsupportedError(
-                f'tensor {quoted(self.name)} has the layout "{self.layout}": files of flattened '
-                "tensors do not say their shape and cannot be read"
+                f'tensor {quoted(name)} has the layout "{layout}": files of flattened tensors do '
+                "not say their shape and cannot be read"
             )
         try:
-            dims = self.layout.dims(example)
+            dims = layout.dims(example)
         except ReshardError as error:
-            raise CheckpointError(f"tensor {quoted(self.name)}: {error}") from None
-        return tuple(self._length(dim, cuts, holders) for dim, cuts in enumerate(dims))
+            raise CheckpointError(f"tensor {quoted(name)}: {error}") from None
+        return tuple(
+            self._length(name, layout, dim, cuts, holders) for dim, cuts in enumerate(dims)
+        )
 
-    def _length(self, dim: int, cuts: Cuts, ranks: Sequence[int]) -> int:
+    def _length(self, name: str, layout: Layout, dim: int, cuts: Cuts, ranks: Sequence[int]) -> int:
         """The length of a dim: the sum of its parts over the coordinates of the first axis.
 
         ``ranks`` are those at one place of the axes to the left; each part is found the same way.
         """
         match cuts[:1]:
             case ():
-                held = (self.held[rank].tensor.shape[dim] for rank in ranks if rank in self.held)
-                return next(held, 0)
+                held = self.held[name]
+                return next((held[rank].tensor.shape[dim] for rank in ranks if rank in held), 0)
             case (Packed(segments=segments),):
                 return sum(segment.size for segment in segments)
             case (Ragged(sizes=sizes),):
                 return sum(sizes)
-        (axis,), mesh = axes_of(cuts[:1]), self.layout.mesh
+        (axis,), mesh = axes_of(cuts[:1]), layout.mesh
         total = 0
         for at in range(mesh.axes[axis]):
             part = [rank for rank in ranks if mesh.coords(rank)[axis] == at]
             if not part:
                 raise DamageError(
-                    f'tensor {quoted(self.name)} is sharded by "{self.layout}" on mesh {mesh}, and '
-                    f"no file holds its part at {axis}={at} of dim {dim}: a rank's file is missing"
+                    f'tensor {quoted(name)} is sharded by "{layout}" on mesh {mesh}, and no file '
+                    f"holds its part at {axis}={at} of dim {dim}: a rank's file is missing"
                 )
-            total += self._length(dim, cuts[1:], part)
+            total += self._length(name, layout, dim, cuts[1:], part)
         return total
+
+
+def _blocks(cuts: Cuts) -> Iterator[int]:
+    """The block sizes of the cyclic words of a dim."""
+    for cut in cuts:
+        match cut:
+            case Cyclic(block=block):
+                yield block
+            case Packed(segments=segments):
+                for segment in segments:
+                    yield from _blocks(segment.cuts)
 
 
 def _stored(held: _Held, pieces: Sequence[Piece]) -> Iterator[StoredPiece]:
@@ -213,7 +208,15 @@ def read_by_rules(reading: Reading, rules: Rules) -> Catalog:
     """The catalog of files whose names have the rank and whose layouts come from rules."""
     storage, findings = reading.storage, reading.findings
     mesh = _mesh_of(rules, reading.mesh, storage.root)
-    ranks = _ranks_of_files(storage.root, reading.listed, mesh)
+    files = (file for file in reading.listed if file.path.endswith(TENSOR_FILES))
+    ranks = {file: rank for file in files if (rank := rank_of(file.path, mesh)) is not None}
+    if not ranks:
+        check_no_zero_files(storage.root, reading.listed)
+        raise CheckpointError(
+            f"{storage.root}: no file has a rank in its name, such as "
+            "model-rank-0-part-0.safetensors or mp_rank_00/model_optim_rng.pt: rules and a mesh "
+            "are for files of ranks"
+        )
     contents = _contents(storage, [*ranks], findings)
     held = _Ranks()
     for number, (file, rank) in enumerate(ranks.items()):
@@ -307,7 +310,7 @@ def _record_layout(
         try:
             layout = Layout(Mesh.parse(own.mesh), tensor.layout)
             dims = zip(layout.dims(tensor.shape), tensor.shape, strict=True)
-            blocks = max((n // block for cuts, n in dims for block in _blocks(cuts)), default=0)
+            blocks = prod(max((n // b for b in _blocks(cuts)), default=1) or 1 for cuts, n in dims)
         except ReshardError as error:
             raise DamageError(f"{where}: tensor {quoted(name)}: {error}") from None
         if blocks > MAX_BLOCKS:
@@ -321,18 +324,6 @@ def _record_layout(
             f'{where}: tensor {quoted(name)} is "{tensor.layout}" of {tensor.shape}, and '
             f'"{known}" of {shapes[name]} in another file'
         )
-
-
-def _ranks_of_files(root: str, listed: Sequence[StoredFile], mesh: Mesh) -> dict[StoredFile, int]:
-    files = (file for file in listed if file.path.endswith(TENSOR_FILES))
-    ranks = {file: rank for file in files if (rank := rank_of(file.path, mesh)) is not None}
-    if not ranks:
-        check_no_zero_files(root, listed)
-        raise CheckpointError(
-            f"{root}: no file has a rank in its name, such as model-rank-0-part-0.safetensors or "
-            "mp_rank_00/model_optim_rng.pt: rules and a mesh are for files of ranks"
-        )
-    return ranks
 
 
 def _contents(

@@ -219,17 +219,14 @@ class Checker:
 
     def __init__(self, checksums: Checksums | None, root: str) -> None:
         self.root = root
-        self._found: Callable[[str, ChunkSum, bytes], None] | None = None
+        self.report: Callable[[str, ChunkSum, bytes], None] | None = None
+        """Takes damage (path, chunk, its checksum now); without it damage is raised."""
         self._files = checksums.files if checksums is not None else {}
         self._lock = threading.Lock()
         self._open: dict[tuple[str, int], _Partial | None] = {}
         """Chunks that were read in part, and how far, if from their start."""
         self._done: dict[tuple[str, int], bool] = {}
         """Whether each chunk that was checked is right."""
-
-    def report_to(self, found: Callable[[str, ChunkSum, bytes], None]) -> None:
-        """Report damage (path, chunk, its checksum) to a function instead of raising it."""
-        self._found = found
 
     def check(self, path: str, offset: int, data: Bytes) -> None:
         """Check bytes that were read at an offset; DamageError if a chunk has changed."""
@@ -246,20 +243,16 @@ class Checker:
             else:
                 self._check_part(path, index, chunk, start, part)
 
-    def finish(self, storage: Storage) -> int:
-        """Read chunks again that were read only in parts; returns the number of bytes."""
+    def finish(self, storage: Storage, path: str | None = None) -> int:
+        """Read chunks again that were read only in parts, or all unchecked chunks of a file.
+
+        Returns the number of bytes.
+        """
         with self._lock:
             left = sorted(self._open)
-        return self._read_again(storage, left)
-
-    def finish_file(self, storage: Storage, path: str) -> int:
-        """Read all unchecked chunks of a file; returns the number of bytes."""
-        with self._lock:
-            every = ((path, index) for index in range(len(self._files[path].ends)))
-            left = [one for one in every if one not in self._done]
-        return self._read_again(storage, left)
-
-    def _read_again(self, storage: Storage, left: Iterable[tuple[str, int]]) -> int:
+            if path is not None:
+                every = ((path, index) for index in range(len(self._files[path].ends)))
+                left = [one for one in every if one not in self._done]
         count = 0
         for path, index in left:
             chunk = self._files[path].chunk(index)
@@ -295,10 +288,10 @@ class Checker:
             self._open.pop(key, None)
         if is_right:
             return
-        if self._found is None:
+        if self.report is None:
             raise DamageError(damage(f"{self.root}/{path}", chunk, found))
         if was_right:
-            self._found(path, chunk, found)
+            self.report(path, chunk, found)
 
 
 def damage(where: str, chunk: ChunkSum, found: bytes) -> str:

@@ -21,12 +21,13 @@ from __future__ import annotations
 import threading
 import zlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 
 from reshard.checkpoint.catalog import Catalog, Crc
 from reshard.checkpoint.formats.torch.archive import archive_crcs, is_archive
 from reshard.checkpoint.integrity.checksums import Bytes, Checksums
+from reshard.checkpoint.piece_table import tensors_at
 from reshard.checkpoint.storage.local import Storage, blocks
 from reshard.errors import DamageError, UnsupportedError
 from reshard.text import quoted
@@ -129,26 +130,19 @@ def crc_of(storage: Storage, path: str, start: int, stop: int) -> int:
     return value
 
 
-def changed(catalog: Catalog, crc: Crc, now: int) -> str:
-    """The error message for a record that has changed."""
-    names = tensors_of(catalog, crc)
-    some = ", ".join(map(quoted, names[:3])) + " and more" * (len(names) > 3)
-    return (
-        f"{catalog.root}/{catalog.files[crc.file].path}: bytes {crc.offset} to "
-        f"{crc.offset + crc.size} changed since torch saved them: their CRC-32 is {now:08x} and "
-        f"was {crc.value:08x}: restore the file from a copy" + f" (tensor {some})" * bool(names)
-    )
-
-
-def tensors_of(catalog: Catalog, crc: Crc) -> list[str]:
-    """The tensors that overlap a record."""
-    found = dict[str, None]()
-    for name, tensor in catalog.tensors.items():
-        for piece in tensor.pieces:
-            low, high = piece.span(tensor.dtype)
-            if piece.file == crc.file and low < crc.offset + crc.size and crc.offset < high:
-                found[name] = None
-    return list(found)
+def changed(
+    catalog: Catalog, records: Sequence[tuple[Crc, int]]
+) -> Iterator[tuple[str, list[str]]]:
+    """The error message for each record that has another CRC-32 now, and the tensors in it."""
+    ranges = [(crc.file, crc.offset, crc.offset + crc.size) for crc, _ in records]
+    for (crc, now), names in zip(records, tensors_at(catalog, ranges), strict=True):
+        some = ", ".join(map(quoted, names[:3])) + " and more" * (len(names) > 3)
+        message = (
+            f"{catalog.root}/{catalog.files[crc.file].path}: bytes {crc.offset} to "
+            f"{crc.offset + crc.size} changed since torch saved them: their CRC-32 is {now:08x} "
+            f"and was {crc.value:08x}: restore the file from a copy"
+        )
+        yield message + f" (tensor {some})" * bool(names), names
 
 
 _POLYNOMIAL = 0xEDB88320

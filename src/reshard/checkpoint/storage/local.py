@@ -19,11 +19,11 @@ import stat
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Generic, Self, TypeVar
 
@@ -86,12 +86,23 @@ class Storage(ABC):
     root: str
     """The path or address that was opened."""
     is_local: bool
-    is_file: bool
-    """Whether the root is a single file."""
+    only: str | None
+    """The name of the file, where the root is a single one."""
 
-    @abstractmethod
+    @property
+    def is_file(self) -> bool:
+        """Whether the root is a single file."""
+        return self.only is not None
+
     def list(self) -> tuple[StoredFile, ...]:
         """All regular files below the root, sorted, without hidden folders and our own files."""
+        if self.only is not None:
+            return (StoredFile(self.only, self.size(self.only)),)
+        return tuple(sorted(self._listed(), key=attrgetter("path")))
+
+    @abstractmethod
+    def _listed(self) -> Iterable[StoredFile]:
+        """The files below a folder, in any order."""
 
     @abstractmethod
     def size(self, path: str) -> int:
@@ -172,28 +183,28 @@ class OpenFile:
             os.close(self.direct)
 
 
-class OpenFiles(Generic[Key]):
-    """Open files by key, opened when first used; safe to use from several threads."""
+class OpenFiles(ABC, Generic[Key]):
+    """Files by key, opened when first used; safe to use from several threads."""
 
-    def __init__(self, open_file: Callable[[Key], OpenFile]) -> None:
-        self._open_file = open_file
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._files: OrderedDict[Key, OpenFile] = OrderedDict()
+        self._open: OrderedDict[Key, OpenFile] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._files)
+    @abstractmethod
+    def _open_file(self, key: Key) -> OpenFile:
+        """Open a file that is not open."""
 
     @contextmanager
     def using(self, key: Key) -> Iterator[OpenFile]:
         """A file that stays open inside the ``with`` block."""
         with self._lock:
-            file = self._files.get(key)
+            file = self._open.get(key)
             if file is None:
-                idle = [key for key, file in self._files.items() if not file.users]
-                for old in idle[: max(len(self._files) + 1 - MAX_OPEN, 0)]:
-                    self._files.pop(old).close()
-                file = self._files[key] = self._open_file(key)
-            self._files.move_to_end(key)
+                idle = [key for key, file in self._open.items() if not file.users]
+                for old in idle[: max(len(self._open) + 1 - MAX_OPEN, 0)]:
+                    self._open.pop(old).close()
+                file = self._open[key] = self._open_file(key)
+            self._open.move_to_end(key)
             file.users += 1
         try:
             yield file
@@ -202,21 +213,20 @@ class OpenFiles(Generic[Key]):
                 file.users -= 1
 
     def close(self) -> None:
+        """Close all open files."""
         with self._lock:
-            for file in self._files.values():
+            for file in self._open.values():
                 file.close()
-            self._files.clear()
+            self._open.clear()
 
 
 MAX_DEPTH = 32
-SHORT = 1 << 20
-"""Reads up to this size are one system call into a new bytes object."""
 
 Identity = tuple[int, int, int, int, int]
 """Device, inode, size, and the times of the last write and the last change of a file."""
 
 
-class LocalStorage(Storage):
+class LocalStorage(OpenFiles[str], Storage):
     """A local folder, or one local file.
 
     The identity of a file is recorded when it is first listed or opened. A file that has another
@@ -226,8 +236,8 @@ class LocalStorage(Storage):
     is_local = True
 
     def __init__(self, root: str) -> None:
+        super().__init__()
         self.root = root.rstrip("/") or root
-        self._open: OpenFiles[str] = OpenFiles(self._open_file)
         self._identities: dict[str, Identity] = {}
         path = Path(root)
         try:
@@ -238,20 +248,16 @@ class LocalStorage(Storage):
             raise CheckpointError(
                 f"{quoted(path)} cannot be opened: {error.strerror}: check the path"
             ) from None
-        self._only = path.name if stat.S_ISREG(mode) else None
-        if self._only is None and not stat.S_ISDIR(mode):
+        self.only = path.name if stat.S_ISREG(mode) else None
+        if self.only is None and not stat.S_ISDIR(mode):
             raise CheckpointError(f"{root} is neither a folder nor a file")
-        self.is_file = self._only is not None
-        self._folder = path.parent if self._only else path
+        self._folder = path.parent if self.only else path
         self._real = os.path.realpath(self._folder)
 
-    def list(self) -> tuple[StoredFile, ...]:
-        if self._only is not None:
-            return (StoredFile(self._only, self.size(self._only)),)
-        found = sorted(_walk(self._folder, self.root), key=itemgetter(0))
-        for path, status in found:
+    def _listed(self) -> Iterator[StoredFile]:
+        for path, status in _walk(self._folder, self.root):
             self._identities.setdefault(path, _identity(status))
-        return tuple(StoredFile(path, status.st_size) for path, status in found)
+            yield StoredFile(path, status.st_size)
 
     def size(self, path: str) -> int:
         with self.using(path) as file:
@@ -265,8 +271,9 @@ class LocalStorage(Storage):
         """
         found = []
         for path in paths:
+            where = self._folder / check_path(path)
             try:
-                status = (self._folder / check_path(path)).stat()
+                status = where.stat()
             except OSError as error:
                 raise _unreadable(self.where(path), error) from None
             self._check_same(path, status)
@@ -278,53 +285,50 @@ class LocalStorage(Storage):
         found: list[bytes] = []
         for path, some in groupby(ranges, key=itemgetter(0)):
             with self.using(path) as file:
-                found += [self._read_short(file, *wanted) for wanted in some]
+                for _, offset, length in some:
+                    self._check_range(path, offset, length, file.size)
+                    data = b""
+                    with suppress(OSError):  # `_fill` raises the error
+                        data = os.pread(file.descriptor, length, offset)
+                    if len(data) < length:
+                        buffer = bytearray(length)
+                        self._fill(file, path, offset, memoryview(buffer))
+                        data = bytes(buffer)
+                    found.append(data)
         return found
-
-    def _read_short(self, file: OpenFile, path: str, offset: int, length: int) -> bytes:
-        self._check_range(path, offset, length, file.size)
-        if length <= SHORT:
-            with suppress(OSError):  # the general path below raises the error
-                data = os.pread(file.descriptor, length, offset)
-                if len(data) == length:
-                    return data
-        buffer = bytearray(length)
-        self.read_into(path, offset, memoryview(buffer))
-        return bytes(buffer)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         with self.using(path) as file:
-            left, at = buffer.cast("B"), offset
-            self._check_range(path, offset, len(left), file.size)
-            while left:
-                where = self.where(path)
-                try:
-                    count = os.preadv(file.descriptor, [left], at)
-                except OSError as error:
-                    raise CheckpointError(
-                        f"{where}: bytes {at} to {at + len(left)} cannot be read: {error.strerror}"
-                    ) from None
-                if count == 0:
-                    raise DamageError(
-                        f"{where}: ends at byte {at} and {len(left)} more are needed: it had "
-                        f"{file.size} bytes when it was opened; is it being written?"
-                    )
-                left, at = left[count:], at + count
+            flat = buffer.cast("B")
+            self._check_range(path, offset, len(flat), file.size)
+            self._fill(file, path, offset, flat)
 
-    def using(self, path: str) -> AbstractContextManager[OpenFile]:
-        """A file that stays open inside the ``with`` block."""
-        return self._open.using(path)
-
-    def close(self) -> None:
-        self._open.close()
+    def _fill(self, file: OpenFile, path: str, at: int, left: memoryview) -> None:
+        """Fill a buffer from an open file, in as many system calls as it takes."""
+        while left:
+            try:
+                count = os.preadv(file.descriptor, [left], at)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.where(path)}: bytes {at} to {at + len(left)} cannot be read: "
+                    f"{error.strerror}"
+                ) from None
+            if count == 0:
+                raise DamageError(
+                    f"{self.where(path)}: ends at byte {at} and {len(left)} more are needed: it "
+                    f"had {file.size} bytes when it was opened; is it being written?"
+                )
+            left, at = left[count:], at + count
 
     def _open_file(self, path: str) -> OpenFile:
         where = self._folder / check_path(path)
-        # A link may lead to a file below the root or, in a hub cache, to one of its blobs.
+        # A link may lead to a file below the root or, in a hub cache, to one of its blobs. A single
+        # file that is opened may be a link to anywhere: the caller named it.
         real = os.path.realpath(where)
         cache, snapshots, _ = self._real.rpartition("/snapshots/")
         inside = (self._real, f"{cache}/blobs") if snapshots else (self._real,)
-        if not any(os.path.commonpath([real, folder]) == folder for folder in inside):
+        is_inside = any(os.path.commonpath([real, folder]) == folder for folder in inside)
+        if not is_inside and path != self.only:
             raise UnsupportedError(
                 f"{where} leads to {real}, outside of its checkpoint, and is not read: copy the "
                 "file into the folder"

@@ -172,13 +172,13 @@ times as long as the write itself."""
 _SYNC_FILE_RANGE_WRITE = 2
 
 
-class OutputFiles:
+class OutputFiles(OpenFiles[int]):
     """Files below a folder, each written by ranges; safe to use from several threads."""
 
     def __init__(self, folder: Path, files: Sequence[StoredFile]) -> None:
+        super().__init__()
         self.folder = folder
         self.files = tuple(files)
-        self._open: OpenFiles[int] = OpenFiles(self._open_file)
 
     def allocate(self) -> None:
         """Create all files at their full size, so that a full disk is noticed before any work."""
@@ -199,7 +199,7 @@ class OutputFiles:
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
         """Write bytes of a file."""
-        with self._open.using(file) as entry:
+        with self.using(file) as entry:
             try:
                 # Whole blocks directly, if there are enough, and the rest through the cache.
                 low, high = whole_blocks(offset, len(data))
@@ -222,7 +222,7 @@ class OutputFiles:
 
     def sync_file(self, file: int) -> None:
         """Flush one file to disk."""
-        with self._open.using(file) as entry, named(self.folder / self.files[file].path):
+        with self.using(file) as entry, named(self.folder / self.files[file].path):
             os.fsync(entry.descriptor)
 
     def sync_folders(self) -> None:
@@ -233,9 +233,6 @@ class OutputFiles:
             folders |= {path, *(p for p in path.parents if self.folder in p.parents)}
         for folder in folders:
             sync_folder(folder)
-
-    def close(self) -> None:
-        self._open.close()
 
     def _open_file(self, file: int) -> OpenFile:
         path = self.folder / self.files[file].path

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,30 +40,24 @@ class RemoteStorage(Storage):
         self.root = root.rstrip("/")
         self._sizes: dict[str, int] = {}
         self._files, self._base = _connect(root)
-        self._only: str | None = None
-        self.is_file = False
+        self.only = None
         info = self._call(self.root, "info", self._base)
         # Over http a folder is a page and counts as a file: only the suffix of its name decides.
         if info.get("type") == "file" and self._base.endswith(TENSOR_FILES):
-            self._base, _, self._only = self._base.rpartition("/")
-            self.is_file = True
+            self._base, _, self.only = self._base.rpartition("/")
 
-    def list(self) -> tuple[StoredFile, ...]:
-        if self._only is not None:
-            return (StoredFile(self._only, self.size(self._only)),)
+    def _listed(self) -> Iterator[StoredFile]:
         found = self._call(self.root, "find", self._base, detail=True)
         if len(found) > MAX_FILES:
             raise CheckpointError(
                 f"{self.root} holds {len(found)} files, at most {MAX_FILES} are read: "
                 "name the folder of one checkpoint"
             )
-        files = []
         for name, info in found.items():
             path = _below(self._base, name)
             *folders, last = path.split("/")
             if path and not last.startswith(OURS) and not any(f.startswith(".") for f in folders):
-                files.append(StoredFile(path, self._record_size(path, info)))
-        return tuple(sorted(files, key=lambda file: file.path))
+                yield StoredFile(path, self._record_size(path, info))
 
     def size(self, path: str) -> int:
         if (known := self._sizes.get(path)) is not None:
@@ -174,7 +168,7 @@ class RemoteTarget:
             return False
         try:
             found = json.loads(self._ask("cat_file", self._marker))
-        except ValueError:
+        except (ValueError, RecursionError):
             return False
         return isinstance(found, dict) and found.get("request") == request
 

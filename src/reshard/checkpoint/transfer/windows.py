@@ -211,7 +211,8 @@ class Source:
         """
         for crc, now in self.crcs.values(self.unread, which):
             if crc.value != now:
-                raise DamageError(changed(self.catalog, crc, now))
+                [(message, _)] = changed(self.catalog, [(crc, now)])
+                raise DamageError(message)
 
     def unread(self, file: int, start: int, stop: int) -> int:
         """The CRC-32 of bytes that were not read yet."""

@@ -180,7 +180,7 @@ def _assemble(
         name: OutputTensor(name, wanted.shape, wanted.dtype, tuple(pieces[name]))
         for name, wanted in tensors.items()
     }
-    return Output(tuple(stored), placed, tuple(literals), metadata=kept)
+    return Output(tuple(stored), placed, tuple(literals))
 
 
 def _check_texts(tensors: Mapping[str, Wanted], metadata: Mapping[str, str]) -> None:

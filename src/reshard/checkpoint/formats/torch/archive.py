@@ -15,7 +15,7 @@ a sequence of such archives, so an archive is a range of a file.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
@@ -58,8 +58,6 @@ class Archive:
 
     where: str
     range: Range
-    largest: int
-    """Bytes that the pickle and the directory may have."""
     head: bytes = b""
     tail: bytes = b""
     members: dict[str, Member] = field(default_factory=dict)
@@ -71,9 +69,11 @@ class Archive:
         kept = self.members.items()
         return {name[5:]: member for name, member in kept if name.startswith("data/")}
 
-    def crcs(self, file: int) -> list[Crc]:
-        """The CRC-32 of each storage."""
-        return _crcs(self.storages, file)
+    def crcs(self, file: int, prefix: str = "data/") -> list[Crc]:
+        """The CRC-32 of each member with this prefix, by default of the storages."""
+        # 0 in the file means that none was computed.
+        members = (m for name, m in self.members.items() if name.startswith(prefix))
+        return [Crc(file, m.offset, m.size, m.crc) for m in members if m.crc and m.size]
 
     def known(self, start: int, length: int) -> bytes | None:
         """Bytes of the archive, relative to its start, if they were read already."""
@@ -90,11 +90,6 @@ class Archive:
         if start + length > size:
             raise DamageError(f"{self.where}: byte {start + length} is beyond its end")
         return path, offset + start, length
-
-
-def _crcs(members: Mapping[str, Member], file: int) -> list[Crc]:
-    """The CRC-32 of each member; 0 in the file means that none was computed."""
-    return [Crc(file, m.offset, m.size, m.crc) for m in members.values() if m.crc and m.size]
 
 
 def read_archives(
@@ -148,7 +143,7 @@ def each_archive(
 def archive_crcs(storage: Storage, found: Range, file: int) -> list[Crc]:
     """The CRC-32 of every member of one archive; no member is read."""
     [archive] = _with_members(storage, [found], MAX_PICKLE)
-    return _crcs(archive.members, file)
+    return archive.crcs(file, prefix="")
 
 
 def is_archive(storage: Storage, found: Range) -> bool:
@@ -168,9 +163,9 @@ def _with_members(storage: Storage, ranges: Sequence[Range], largest: int) -> li
         whole = offset == 0 and length == storage.size(path)
         where = storage.where(path)
         where = where if whole else f"{where}: bytes {offset} to {offset + length}"
-        archives.append(Archive(where, (path, offset, length), largest))
+        archives.append(Archive(where, (path, offset, length)))
     _read_ends(storage, archives)
-    directories = _read(storage, [(one, *_directory(one)) for one in archives])
+    directories = _read(storage, [(one, *_directory(one, largest)) for one in archives])
     wanted: list[tuple[Archive, _Listed]] = []
     known: dict[bytes, tuple[list[_Listed], int]] = {}  # tensors of one shape share a directory
     for one, data in zip(archives, directories, strict=True):
@@ -245,8 +240,8 @@ def _no_zip(where: str, head: bytes) -> CheckpointError:
     )
 
 
-def _directory(archive: Archive) -> tuple[int, int]:
-    """The start and length of the directory, which must be inside the archive."""
+def _directory(archive: Archive, largest: int) -> tuple[int, int]:
+    """The start and length of the directory, which must be inside the archive and not too long."""
     where, size, tail = archive.where, archive.range[2], archive.tail
     at = tail.rfind(b"PK\x05\x06")
     if at < 0 or at + _END.size != len(tail):
@@ -259,7 +254,7 @@ def _directory(archive: Archive) -> tuple[int, int]:
         if data is None or data[:4] != b"PK\x06\x06":
             raise DamageError(f"{where}: its zip64 directory is not at byte {at}")
         *_, count, length, start = _END64.unpack(data)
-    fits = start + length <= size and length <= archive.largest
+    fits = start + length <= size and length <= largest
     if not fits or length < count * _CENTRAL.size:
         raise DamageError(
             f"{where}: a directory of {count} members and {length} bytes at byte {start} "

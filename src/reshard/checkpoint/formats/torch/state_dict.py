@@ -29,6 +29,7 @@ from reshard.checkpoint.formats.checks import (
 )
 from reshard.checkpoint.formats.torch.archive import Archive, read_archives
 from reshard.checkpoint.formats.torch.tensors import (
+    MAX_ARGS,
     Visits,
     as_json,
     is_plain,
@@ -49,7 +50,6 @@ _ADVICE = (
     "the checkpoint, and convert those"
 )
 _MARKS = ("ds_version", "ds_config")
-MAX_ARGS = 16
 
 
 def check_no_zero_files(root: str, listed: Iterable[StoredFile]) -> None:
@@ -118,7 +118,6 @@ FREE_BYTES, VIEWS = 1 << 26, 64
 """Bytes of all tensors: a fixed number, and more for each byte of their storages."""
 
 Path = tuple[str | int, ...]
-Contents = dict[StoredFile, Content]
 
 
 def read_torch(reading: Reading, named: Sequence[StoredFile]) -> Catalog:
@@ -129,32 +128,27 @@ def read_torch(reading: Reading, named: Sequence[StoredFile]) -> Catalog:
     storage, findings = reading.storage, reading.findings
     files = tuple(file for file in named if file.path.startswith("pytorch_model")) or tuple(named)
     check_no_zero_files(storage.root, files)
-    here = tuple(file for file in files if "/" not in file.path)
-    contents: Contents = {}
-    _read_files(reading, here, contents)
-    below = tuple(file for file in files if "/" in file.path)
-    if below and not findings.any and not any(one.tensors for one in contents.values()):
-        _read_files(reading, (*here, *below), contents)
-    advice = f"name one of the files of {storage.root}"
-    tensors = whole_tensors(contents.values(), findings, advice)
-    return reading.catalog("torch", contents, tensors)
-
-
-def _read_files(reading: Reading, files: Sequence[StoredFile], contents: Contents) -> None:
-    """Add the contents of files; those that are known are not read again."""
-    storage, findings = reading.storage, reading.findings
-    ranks = {rank_of(file.path, None) for file in files} - {None}
-    if len(ranks) > 1:
-        raise CheckpointError(
-            f"{storage.root} holds files of {len(ranks)} ranks ({files[0].path} is one) that do "
-            "not record their layout: give --rules and --mesh"
-        )
-    reading.check_parts(files)
-    for number, file in enumerate(files):
-        if file not in contents:
+    here = [file for file in files if "/" not in file.path]
+    below = [file for file in files if "/" in file.path]
+    contents: dict[StoredFile, Content] = {}
+    for some in (here, below):
+        if not some or findings.any or any(one.tensors for one in contents.values()):
+            continue
+        known = [*contents, *some]
+        ranks = {rank_of(file.path, None) for file in known} - {None}
+        if len(ranks) > 1:
+            raise CheckpointError(
+                f"{storage.root} holds files of {len(ranks)} ranks ({known[0].path} is one) that "
+                "do not record their layout: give --rules and --mesh"
+            )
+        reading.check_parts(known)
+        for number, file in enumerate(some, len(contents)):
             contents[file] = Content(storage.where(file.path))  # stays if it cannot be read
             with findings:
                 contents[file] = read_torch_file(storage, file, findings, number)
+    advice = f"name one of the files of {storage.root}"
+    tensors = whole_tensors(contents.values(), findings, advice)
+    return reading.catalog("torch", contents, tensors)
 
 
 def read_torch_file(

@@ -101,17 +101,6 @@ class Record:
         return f"<{self.kind}>"  # the arguments may nest without end
 
 
-def _is_allowed(module: str, name: str) -> bool:
-    """Whether the pickle of a training run may have this name.
-
-    Nothing is called, so a user's class is only a record that is not interpreted. Names that only
-    an attack has (``os.system``, ``builtins.eval``) are an error.
-    """
-    top = module.partition(".")[0]
-    known = top in sys.stdlib_module_names or top in ("__builtin__", "nt")
-    return not known or f"{module}.{name}" in _HARMLESS
-
-
 def unpickle(data: bytes, where: str) -> Any:
     """The value of a pickle, with records in place of objects; ``where`` is for errors."""
     reader = _Unpickler(data, where)
@@ -176,12 +165,19 @@ class _Unpickler(pickle._Unpickler):
         return line
 
     def find_class(self, module: str, name: str) -> Global:
+        """A name that the pickle of a training run may have.
+
+        Nothing is called, so a user's class is only a record that is not interpreted. Names that
+        only an attack has (``os.system``, ``builtins.eval``) are an error.
+        """
         longest = max(len(module), len(name))
         if longest > MAX_NAME:
             self.fail(f"a name of {longest} characters, at most {MAX_NAME} are read")
         known = self._globals.get((module, name))
         if known is None:
-            if not _is_allowed(module, name):
+            top = module.partition(".")[0]
+            is_library = top in sys.stdlib_module_names or top in ("__builtin__", "nt")
+            if is_library and f"{module}.{name}" not in _HARMLESS:
                 path = quoted(f"{module}.{name}")[1:-1]
                 raise UnsupportedError(
                     f"{self._where}: names {path}, which is not read: nothing was run"
@@ -272,6 +268,14 @@ class _Unpickler(pickle._Unpickler):
         elif type(target) is not dict:  # attributes of an OrderedDict are not needed
             self.fail("a state for what is no record")
 
+    def load_frozenset(self) -> None:
+        items = self.pop_mark()
+        self.append(Record(_FROZENSET, (items,)))
+
+    def load_bytearray(self) -> None:
+        _LIBRARY[pickle.BINBYTES8[0]](self)
+        self.stack[-1] = Record(_BYTEARRAY, (self.stack[-1],))
+
     def load_other(self) -> None:
         code = self._file.getbuffer()[self._file.tell() - 1]
         known = self.refuse if code in pickle._Unpickler.dispatch else self.fail
@@ -282,13 +286,11 @@ _SIMPLE = frozenset({str, int, float, bool, type(None), bytes, Record, Global})
 _Stop: Any = vars(pickle)["_Stop"]
 _INHERITED = b"\x80(012N\x88\x89JKMG\x8aX\x8c\x8dBC\x8e]})\x85\x86\x87tlaec\x93Qhjqr\x94."
 """Instructions that are left to the standard library: they only build plain values."""
-_ALIASES = {
-    pickle.EMPTY_SET: pickle.EMPTY_LIST,
-    pickle.ADDITEMS: pickle.APPENDS,
-    pickle.FROZENSET: pickle.LIST,
-    pickle.BYTEARRAY8: pickle.BINBYTES8,
-}
-"""Sets are read as lists, whose elements need no hash; a bytearray, allocated first, as bytes."""
+_SET, _FROZENSET, _BYTEARRAY = (
+    Global("builtins", name) for name in ("set", "frozenset", "bytearray")
+)
+"""They become records, as protocol 2 has them: elements are not hashed, nothing is allocated."""
+_LIBRARY: dict[int, Callable[[Any], None]] = dict(pickle._Unpickler.dispatch)
 _OWN: dict[bytes, Callable[[_Unpickler], Any]] = {
     pickle.FRAME: lambda reader: reader.read(8),
     pickle.SETITEM: _Unpickler.load_setitem,
@@ -298,12 +300,13 @@ _OWN: dict[bytes, Callable[[_Unpickler], Any]] = {
     pickle.NEWOBJ: _Unpickler.load_reduce,
     pickle.NEWOBJ_EX: _Unpickler.load_newobj_ex,
     pickle.BUILD: _Unpickler.load_build,
+    pickle.EMPTY_SET: lambda reader: reader.append(Record(_SET)),
+    pickle.ADDITEMS: _LIBRARY[pickle.APPENDS[0]],
+    pickle.FROZENSET: _Unpickler.load_frozenset,
+    pickle.BYTEARRAY8: _Unpickler.load_bytearray,
 }
-
-_LIBRARY: dict[int, Callable[[Any], None]] = dict(pickle._Unpickler.dispatch)
 _KNOWN: dict[int, Callable[[Any], None]] = {
     **{code: _LIBRARY[code] for code in _INHERITED},
-    **{alias[0]: _LIBRARY[known[0]] for alias, known in _ALIASES.items()},
     **{code[0]: step for code, step in _OWN.items()},
 }
 _STEPS = [_KNOWN.get(code, _Unpickler.load_other) for code in range(256)]
