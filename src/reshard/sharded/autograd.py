@@ -20,6 +20,7 @@ from reshard.sharded.groups import Group
 from reshard.sharded.metadata import Shard
 from reshard.sharded.move import move_like, replicated_content, whole
 from reshard.tensors.kinds import this_rank
+from reshard.tensors.local import joined
 
 Function = Callable[..., Any]
 T = TypeVar("T")
@@ -134,10 +135,8 @@ def to_move_input(tensor: ContentTensor) -> tuple[torch.Tensor | None, torch.Ten
     content = tensor._content
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return content.local, None
-    parts = _to_parts(tensor)
-    if not content.parts:
-        return None, parts[0]
-    return parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts]), None
+    local = joined(_to_parts(tensor))
+    return (local, None) if content.parts else (None, local)
 
 
 class OwnedShard(Shard):

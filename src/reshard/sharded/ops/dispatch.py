@@ -168,7 +168,7 @@ def run(func: Op, args: Args, kwargs: Kwargs) -> Value:
     view = _copied_view(func)
     if view is not None:
         viewed = run(view, args, kwargs)
-        return map_nested(lambda one: run(aten.clone.default, (one,), {}), viewed)
+        return map_nested(lambda one: run(aten.clone.default, (one,), {}), viewed, Content)
     if elementwise.is_loss(func):
         return elementwise.run_loss(func, args, kwargs, run)
     targets = written(func, args, kwargs)

@@ -197,7 +197,7 @@ def run_in_dtensor(func: Op, args: Args, kwargs: Kwargs) -> Value:
     mesh, targets = _mesh_of(first), written(func, args, kwargs)
     sources: list[tuple[DTensor, Content]] = []
 
-    def lend(value: object) -> object:
+    def lend(value: torch.Tensor | Content) -> DTensor:
         if isinstance(value, Content):
             prepared = _prepared(func, value, mesh)
             if prepared is not value and any(value is one for one in targets):
@@ -205,10 +205,10 @@ def run_in_dtensor(func: Op, args: Args, kwargs: Kwargs) -> Value:
             dtensor = _dtensor_from(prepared, mesh)
             sources.append((dtensor, value))
             return dtensor
-        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-            own = materialize(value.detach())
-            return dtensor_of(own, mesh, [Replicate()] * mesh.ndim, own.shape, stride=own.stride())
-        return value
+        if isinstance(value, DTensor):
+            return value
+        own = materialize(value.detach())
+        return dtensor_of(own, mesh, [Replicate()] * mesh.ndim, own.shape, stride=own.stride())
 
     def result_of(result: DTensor) -> Content:
         for dtensor, content in sources:
@@ -219,7 +219,9 @@ def run_in_dtensor(func: Op, args: Args, kwargs: Kwargs) -> Value:
         return reduced(_content_of(result, first.group))
 
     try:
-        positional, named = map_nested(lend, (_normalized_dims(func, args), kwargs))
+        positional, named = map_nested(
+            lend, (_normalized_dims(func, args), kwargs), torch.Tensor | Content
+        )
         return map_nested(result_of, func(*positional, **named), DTensor)
     except LiveError:
         raise

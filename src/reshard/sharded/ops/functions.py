@@ -213,9 +213,11 @@ def _with_replicas(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     if not sharded or not any(map(_collects_gradient, values)):
         return args, kwargs
     group = sharded[0]._content.group
-    replaced: tuple[Args, Kwargs] = map_nested(
-        lambda one: replicated(one, group) if _collects_gradient(one) else one, (args, kwargs)
-    )
+
+    def replicate(one: torch.Tensor) -> torch.Tensor:
+        return replicated(one, group) if _collects_gradient(one) else one
+
+    replaced: tuple[Args, Kwargs] = map_nested(replicate, (args, kwargs), torch.Tensor)
     return replaced
 
 
