@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from reshard.errors import LiveError, OperationError, ReshardError
 from reshard.layout.layout import Layout
-from reshard.sharded.autograd import lay_out_gradient, linear, to_layout
+from reshard.sharded.autograd import lay_out_gradient, to_layout
 from reshard.sharded.content import (
     Content,
     ContentTensor,
@@ -32,8 +32,14 @@ from reshard.sharded.content import (
 )
 from reshard.sharded.groups import Group, members
 from reshard.sharded.move import move_to, reduced
+from reshard.tensors.autograd import linear
 from reshard.tensors.dtensor.placements import layout_from, placements_of
-from reshard.tensors.dtensor.wrapping import dtensor_layout, dtensor_local, dtensor_of
+from reshard.tensors.dtensor.wrapping import (
+    dtensor_layout,
+    dtensor_local,
+    dtensor_of,
+    gradient_placements,
+)
 from reshard.tensors.kinds import materialize, this_rank
 from reshard.tensors.local import whole_on
 from reshard.text import first_line
@@ -296,7 +302,7 @@ def from_dtensor(tensor: DTensor, group: Group = None) -> ContentTensor:
     mesh = tensor.device_mesh
     if group is None and mesh.ndim == 1:
         group = mesh.get_group()
-    kept = tuple(Replicate() if one.is_partial() else one for one in tensor.placements)
+    kept = gradient_placements(tensor.placements)
 
     def back(gradient: ContentTensor) -> DTensor:
         layout = layout_from(mesh, kept, gradient.shape)
