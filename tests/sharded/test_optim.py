@@ -51,6 +51,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "rmsprop foreach": lambda params: torch.optim.RMSprop(params, lr=0.1, foreach=True),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
     "adagrad foreach": lambda params: torch.optim.Adagrad(params, lr=0.1, foreach=True),
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.1),
 }
 
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from reshard.errors import LiveError, OperationError, ReshardError
+from reshard.errors import ArgumentError, LiveError, OperationError, ReshardError
 from reshard.layout.layout import Layout
 from reshard.sharded.autograd import lay_out_gradient, to_layout
 from reshard.sharded.content import (
@@ -300,8 +300,8 @@ def to_dtensor(tensor: ContentTensor, device_mesh: DeviceMesh | None = None) -> 
 def from_dtensor(tensor: DTensor, group: Group = None) -> ContentTensor:
     """The ShardedTensor with the memory of a DTensor; gradients flow back."""
     mesh = tensor.device_mesh
-    if group is None and mesh.ndim == 1:
-        group = mesh.get_group()
+    if group is None:
+        group = _group_of(mesh)
     kept = gradient_placements(tensor.placements)
 
     def back(gradient: ContentTensor) -> DTensor:
@@ -310,3 +310,16 @@ def from_dtensor(tensor: DTensor, group: Group = None) -> ContentTensor:
         return to_dtensor(to_layout(gradient, target), mesh)
 
     return linear(lambda: wrap(_content_of(tensor, group)), back, tensor)
+
+
+def _group_of(mesh: DeviceMesh) -> Group:
+    """The process group of all ranks of a mesh; None is the default one."""
+    long = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    if mesh.ndim == 1 or len(long) == 1:
+        return mesh.get_group(*long)
+    if mesh.size() == dist.get_world_size():
+        return None
+    raise ArgumentError(
+        f"the DTensor is on ranks {mesh.mesh.tolist()}, some of the {dist.get_world_size()} of "
+        "this job, and no axis has all of them: give process_group=, the group of these ranks"
+    )
