@@ -229,7 +229,10 @@ def _unscale(func: Op, tensors: Args, found_inf: torch.Tensor, inv_scale: torch.
 
 
 def _write_back(func: Op, args: Args, likes: list[Content | None], columns: list[Value]) -> None:
-    """Copy results into written tensors that had to be moved to the layout of the first list."""
+    """Copy results into written tensors that had to be moved to the layout of the first list.
+
+    Also into plain tensors, such as the state of an optimizer that was loaded from a whole model.
+    """
     for index, (argument, value) in enumerate(zip(func._schema.arguments, args, strict=False)):
         info = argument.alias_info
         is_list = isinstance(value, list | tuple) and len(value) == len(likes)
@@ -238,10 +241,11 @@ def _write_back(func: Op, args: Args, likes: list[Content | None], columns: list
         rest = iter(columns[index])
         for one, like in zip(value, likes, strict=True):
             parts = tuple(islice(rest, 1 if like is None else len(like.parts)))
-            if like is None or not isinstance(one, Content):
+            if like is None or tuple(one.shape) != like.shape:
                 continue
-            if one.shape == like.shape and not one.is_like(like):
-                copy_into(one, replace(like, parts=parts, dtype=one.dtype))
+            content = one if isinstance(one, Content) else replicated_content(one, like.group)
+            if not content.is_like(like):
+                copy_into(content, replace(like, parts=parts, dtype=content.dtype))
 
 
 def _column(value: Value, likes: list[Content | None]) -> Value:
