@@ -60,6 +60,10 @@ WORKS_WITHOUT_ELEMENTS = {
     aten.t, aten.transpose, aten.permute, aten.unsqueeze, aten.squeeze, aten.expand,
 }  # fmt: skip
 """Operations that a rank without elements runs like the others; others may raise there."""
+BATCH_NORMS = {aten.native_batch_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm}
+"""Operations that write into their running statistics, which their schemas do not say."""
+STATISTICS, TRAINING = slice(3, 5), 5
+"""The places of their statistics, and of the flag whether they update them."""
 
 Op = torch._ops.OpOverload
 Value = Any
@@ -84,6 +88,8 @@ def first_content(args: Args, kwargs: Kwargs) -> Content:
 
 def written(func: Op, args: Args, kwargs: Kwargs) -> list[Value]:
     """The arguments that an operation writes to."""
+    if func.overloadpacket in BATCH_NORMS:
+        return [*args[STATISTICS]] if args[TRAINING] else []
     return [
         args[index] if index < len(args) else kwargs.get(argument.name)
         for index, argument in enumerate(func._schema.arguments)
