@@ -51,6 +51,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "rmsprop foreach": lambda params: torch.optim.RMSprop(params, lr=0.1, foreach=True),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
     "adagrad foreach": lambda params: torch.optim.Adagrad(params, lr=0.1, foreach=True),
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.1),
 }
 
 
@@ -279,7 +280,7 @@ def test_B76_tied_parameters_are_stepped_once(pool: Pool) -> None:
     pool.run(tied, ranks=FOUR)
 
 
-def state_that_lies_otherwise(rank: int) -> None:
+def state_that_lies_otherwise(rank: int, is_plain: bool) -> None:
     full = numbered(8, 6) / 10
     whole, one = nn.Parameter(full.clone()), nn.Parameter(sharded(full, chunk(0)))
     optimizers = [torch.optim.AdamW([p], lr=0.1, fused=True) for p in (whole, one)]
@@ -287,7 +288,8 @@ def state_that_lies_otherwise(rank: int) -> None:
         if step == 2:
             state = optimizers[1].state[one]
             for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = state[name].resharded(chunk(1))
+                moved = state[name].resharded(chunk(1))
+                state[name] = moved.full_tensor() if is_plain else moved
         for parameter, optimizer in zip((whole, one), optimizers, strict=True):
             optimizer.zero_grad()
             (parameter**2).sum().backward()
@@ -295,8 +297,9 @@ def state_that_lies_otherwise(rank: int) -> None:
     torch.testing.assert_close(one.full_tensor(), whole.detach(), rtol=0, atol=1e-12)
 
 
-def test_fused_optimizers_change_state_that_lies_otherwise(pool: Pool) -> None:
-    pool.run(state_that_lies_otherwise, ranks=FOUR)
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_fused_optimizers_change_state_that_lies_otherwise(pool: Pool, is_plain: bool) -> None:
+    pool.run(state_that_lies_otherwise, is_plain, ranks=FOUR)
 
 
 def scaled_losses(rank: int) -> list[float]:

@@ -25,6 +25,7 @@ from reshard.nn.outputs import Change, OutputHook, local_shard
 from reshard.nn.paths import Slot, find_module, find_slot, holders, parents
 from reshard.nn.plan import Entry, Resolved, Sharder, ShardingPlan, resolve_modules, warn_unmatched
 from reshard.sharded.api import shard_tensors
+from reshard.sharded.content import ContentTensor
 from reshard.sharded.groups import digest
 from reshard.sharded.specs import ShardingSpec
 from reshard.sharded.tensor import ShardedTensor
@@ -69,7 +70,7 @@ class ReplacedTensor:
         slot = self.slots[0]
         original, requires_grad = self.original(), slot.tensor.requires_grad
         if original is None:
-            original = nn.Parameter(whole, False) if slot.is_parameter else whole
+            original = _like(slot.tensor, whole)
         elif (original.dtype, original.device) == (whole.dtype, whole.device):
             with torch.no_grad():
                 original.copy_(whole)
@@ -267,14 +268,17 @@ def _shard(
     return replaced
 
 
-def _like(old: torch.Tensor, new: ShardedTensor) -> torch.Tensor:
-    """A sharded tensor as a parameter or a buffer, as the original was."""
+OWN_ATTRIBUTES = {*ContentTensor.__annotations__, *ShardedTensor.__annotations__}
+
+
+def _like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """A sharded or whole tensor as a parameter or a buffer, as the one that it replaces."""
     if not isinstance(old, nn.Parameter):
         return new.requires_grad_(old.requires_grad)
     parameter = nn.Parameter(new, old.requires_grad)
     for name, value in vars(old).items():
         # Attributes that models and optimizers set on parameters, such as one against weight decay.
-        if name not in vars(parameter):
+        if name not in OWN_ATTRIBUTES:
             setattr(parameter, name, value)
     return parameter
 

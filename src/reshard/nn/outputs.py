@@ -6,11 +6,9 @@ these. All other values are passed on, and nothing that the module itself holds 
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from operator import setitem
 from typing import Any, Literal
 
 import torch
@@ -18,6 +16,7 @@ from torch import nn
 
 from reshard.errors import ArgumentError, ArgumentTypeError
 from reshard.planning.adjoint import unreduced
+from reshard.sharded.content import map_nested
 from reshard.sharded.specs import LayoutShardingSpec, ShardingSpec
 from reshard.sharded.tensor import ShardedTensor
 from reshard.text import quoted
@@ -109,32 +108,4 @@ def map_sharded(value: Any, change: Change) -> Any:
             done[id(tensor)] = change(tensor)
         return done[id(tensor)]
 
-    return _walk(value, change_once)
-
-
-def _walk(value: Any, change: Change) -> Any:
-    if isinstance(value, ShardedTensor):
-        return change(value)
-    if isinstance(value, torch.Tensor | str | bytes):
-        return value
-    if isinstance(value, tuple):
-        items = [_walk(item, change) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return getattr(type(value), "_make", type(value))(items)
-    pairs: Iterable[tuple[Any, Any]] = ()
-    assign: Callable[[Any, Any, Any], None] = setitem
-    if isinstance(value, list):
-        pairs = enumerate(value)
-    # Before dataclasses: the outputs of transformers are both, and keep the two consistent.
-    elif isinstance(value, Mapping):
-        pairs = value.items()
-    elif is_dataclass(value) and not isinstance(value, type):
-        names = [one.name for one in fields(value) if hasattr(value, one.name)]
-        pairs, assign = [(name, getattr(value, name)) for name in names], object.__setattr__
-    walked = [(key, item, _walk(item, change)) for key, item in pairs]
-    changed = [(key, new) for key, old, new in walked if new is not old]
-    copied = copy.copy(value) if changed else value
-    for key, new in changed:
-        assign(copied, key, new)  # also of a frozen dataclass
-    return copied
+    return map_nested(change_once, value, ShardedTensor)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -19,39 +19,18 @@ from reshard.sharded.content import Content, ContentTensor, part_shapes, wrap
 from reshard.sharded.groups import Group
 from reshard.sharded.metadata import Shard
 from reshard.sharded.move import move_like, replicated_content, whole
+from reshard.tensors.autograd import Linear, linear
 from reshard.tensors.kinds import this_rank
+from reshard.tensors.local import joined
 
 Function = Callable[..., Any]
-T = TypeVar("T")
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, compute: Function, adjoint: Function, *tensors: torch.Tensor) -> Any:
-        ctx.adjoint = adjoint
-        return compute()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        found = ctx.adjoint(*gradients)
-        return None, None, *(found if isinstance(found, tuple) else (found,))
-
-
-class _LinearInPlace(_Linear):
+class _LinearInPlace(Linear):
     @staticmethod
     def forward(ctx: Any, compute: Function, adjoint: Function, *tensors: torch.Tensor) -> Any:
         ctx.mark_dirty(*tensors)
-        return _Linear.forward(ctx, compute, adjoint, *tensors)
-
-
-def linear(compute: Callable[[], T], adjoint: Function, *tensors: torch.Tensor) -> T:
-    """What ``compute`` makes of tensors by a linear function; backward calls ``adjoint``.
-
-    Autograd keeps ``adjoint`` until backward, so it must not refer to the parts of a tensor. If it
-    is made of functions that use ``linear`` too, gradients of gradients work.
-    """
-    result: T = _Linear.apply(compute, adjoint, *tensors)  # type: ignore[no-untyped-call]
-    return result
+        return Linear.forward(ctx, compute, adjoint, *tensors)
 
 
 def to_layout(tensor: ContentTensor, target: Content) -> ContentTensor:
@@ -134,10 +113,8 @@ def to_move_input(tensor: ContentTensor) -> tuple[torch.Tensor | None, torch.Ten
     content = tensor._content
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return content.local, None
-    parts = _to_parts(tensor)
-    if not content.parts:
-        return None, parts[0]
-    return parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts]), None
+    local = joined(_to_parts(tensor))
+    return (local, None) if content.parts else (None, local)
 
 
 class OwnedShard(Shard):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property, lru_cache, partial, wraps
+from operator import setitem
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -19,7 +20,7 @@ from reshard.layout.layout import BoxLayout, Layout
 from reshard.sharded.groups import Group, members
 from reshard.sharded.metadata import Shard, ShardMetadata, shards_of_layout
 from reshard.tensors.kinds import materialize, this_rank
-from reshard.tensors.local import piece_view
+from reshard.tensors.local import joined, piece_view
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -41,22 +42,41 @@ def per_layout(
     return cached
 
 
-def map_nested(function: Callable[[Any], Any], value: Any, kind: type = object) -> Any:
-    """A value with a function applied to all of a kind in its nested lists, tuples and dicts.
+LEAVES = torch.Tensor | int | float | str | bytes | torch.dtype | None
+"""Most values without values inside: a quick check in front of the others."""
+
+
+def map_nested(function: Callable[[Any], Any], value: Any, kind: Any) -> Any:
+    """A value with a function applied to all of a kind inside it; itself if nothing changes.
+
+    Values are looked for in tuples, lists, dicts and dataclasses, which are copied if they change.
 
     >>> map_nested(str, ([1, None], {"a": (3,)}), int)
     (['1', None], {'a': ('3',)})
     """
-    if isinstance(value, list | tuple):
-        mapped = [map_nested(function, one, kind) for one in value]
-        return tuple(mapped) if isinstance(value, tuple) else mapped
-    if not isinstance(value, dict):
-        return function(value) if isinstance(value, kind) else value
-    copy: Any = OrderedDict() if isinstance(value, OrderedDict) else {}
-    copy.update({key: map_nested(function, one, kind) for key, one in value.items()})
-    if hasattr(value, "_metadata"):
-        copy._metadata = value._metadata  # the versions of modules in a state dict
-    return copy
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, LEAVES):
+        return value
+    if isinstance(value, tuple | list):
+        items = [map_nested(function, item, kind) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return getattr(type(value), "_make", type(value))(items)
+    pairs: Iterable[tuple[Any, Any]] = ()
+    assign: Callable[[Any, Any, Any], None] = setitem
+    # Before dataclasses: the outputs of transformers are both, and keep the two consistent.
+    if isinstance(value, dict | Mapping):
+        pairs = value.items()
+    elif is_dataclass(value) and not isinstance(value, type):
+        names = [one.name for one in fields(value) if hasattr(value, one.name)]
+        pairs, assign = [(name, getattr(value, name)) for name in names], object.__setattr__
+    mapped = [(key, item, map_nested(function, item, kind)) for key, item in pairs]
+    changed = [(key, new) for key, old, new in mapped if new is not old]
+    copied = copy(value) if changed else value
+    for key, new in changed:
+        assign(copied, key, new)  # also of a frozen dataclass
+    return copied
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,9 +115,7 @@ class Content:
     @property
     def local(self) -> torch.Tensor | None:
         """The local tensor of a move: one part as it is, several flattened and concatenated."""
-        if len(self.parts) > 1:
-            return torch.cat([part.reshape(-1) for part in self.parts])
-        return self.parts[0] if self.parts else None
+        return joined(self.parts)
 
     def with_parts(self, parts: Sequence[torch.Tensor]) -> Content:
         """The same shards with other values, perhaps of another dtype or on another device."""
@@ -231,11 +249,18 @@ class ContentTensor(torch.Tensor):
         """Called before a tensor is made."""
 
 
-def wrap(content: Content) -> ContentTensor:
+def wrap(
+    content: Content, requires_grad: bool = False, is_parameter: bool = False
+) -> ContentTensor:
+    """The ShardedTensor of a content."""
     facade = ContentTensor.facade
     facade.prepare_torch()
     tensor: ContentTensor = torch.Tensor._make_wrapper_subclass(
         facade, content.shape, strides=content.stride, dtype=content.dtype, device=content.device
     )
     tensor._content = content
+    if requires_grad:
+        tensor.requires_grad_()
+    if is_parameter:
+        tensor._is_param = True
     return tensor

@@ -5,7 +5,7 @@ A move is a plan of the live engine; without a process group it runs inside this
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -196,12 +196,23 @@ def all_agree(
         return one.group is other.group and one.layout == other.layout  # this rank has no parts
     if not one.is_like(other):
         return False
-    here = all(map(same, one.parts, other.parts))
-    if not dist.is_initialized():
-        return here
-    everywhere = torch.tensor([int(here)], device=one.device)
-    dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=one.group)
-    return bool(everywhere.item())
+    here, problem = 0, None
+    try:
+        here = int(all(map(same, one.parts, other.parts)))
+    except Exception as error:  # a rank without parts has none, and waits for this one
+        here, problem = -1, error
+    if dist.is_initialized():
+        everywhere = torch.tensor([here], device=one.device)
+        dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=one.group)
+        here = int(everywhere.item())
+    if problem is not None:
+        raise problem
+    if here < 0:
+        raise OperationError(
+            f"two ShardedTensors {list(one.shape)} of {one.dtype} cannot be compared: another rank "
+            "raises why; give what torch can compare"
+        )
+    return bool(here)
 
 
 MAX_TARGET_BYTES, SHARD_BYTES = 16 << 20, 512
@@ -225,8 +236,10 @@ def reshard_target(content: Content, spec: ShardingSpec) -> Content | None:
         target = content_for(spec, content.shape, TensorProperties(content.dtype), content.group)
         # Without the group: the value of a weak key must not refer to it. With the spec and its
         # fields: while they live, no other object has their ids.
-        size = SHARD_BYTES * (1 + len(target.stated or ()))
-        entry = known.put(key, (replace(target, group=None), spec, fields), size)
+        entry = (replace(target, group=None), spec, fields)
+        # A field that is a list or a dict may have other values next time.
+        if all(isinstance(one, Hashable) for one in fields):
+            known.put(key, entry, SHARD_BYTES * (1 + len(target.stated or ())))
     target = replace(entry[0], group=content.group)
     same = target.is_like(content) and target.shards_metadata == content.shards_metadata
     return None if same else target

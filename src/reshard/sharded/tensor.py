@@ -301,23 +301,22 @@ class ShardedTensor(CheckpointTensor):
 
     def __copy__(self) -> Self:
         # A content of its own: an operation finds the tensor of a content by its identity.
-        return self._with_flags(cast(Self, wrap(replace(self._content))))
+        return self._with_content(replace(self._content))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) in memo:
             return cast(Self, memo[id(self)])
         with torch.no_grad():
-            twin = self._with_flags(cast(Self, self.detach().clone()))
+            clone = cast(Self, self.detach().clone())
+        twin = self._with_content(clone._content)
         if self.grad is not None:
             twin.grad = copy.deepcopy(self.grad, memo)
         memo[id(self)] = twin
         return twin
 
-    def _with_flags(self, twin: Self) -> Self:
-        twin.requires_grad_(self.requires_grad)
-        if getattr(self, "_is_param", False):
-            twin._is_param = True
-        return twin
+    def _with_content(self, content: Content) -> Self:
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return cast(Self, wrap(content, self.requires_grad, is_parameter))
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         shape, dtype = list(self._content.shape), self._content.dtype
@@ -364,10 +363,10 @@ def tensor_of(
     content: Content, requires_grad: bool = False, init_rrefs: bool = False
 ) -> ShardedTensor:
     """The ShardedTensor of a content; with ``init_rrefs`` every worker of RPC calls this."""
-    tensor = cast(ShardedTensor, wrap(content))
+    tensor = cast(ShardedTensor, wrap(content, requires_grad))
     if init_rrefs:
         tensor._remote = exchange_rrefs(content.shards)
-    return tensor.requires_grad_() if requires_grad else tensor
+    return tensor
 
 
 def filled_tensor(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from reshard.live import api
 from reshard.planning.adjoint import SumMove
 from reshard.planning.plans import ONE, Plan
 from reshard.tensors.kinds import materialize
+
+T = TypeVar("T")
 
 
 def gradient_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -149,16 +151,13 @@ def attach(source: Tensor | None, leaf: Tensor | None, moved: Tensor, backward: 
         shares_memory = moved.numel() > 0 and len(places) == 1
     elif leaf is None:
         leaf = torch.zeros(0, device=backward.device or "cpu", requires_grad=True)
-    # In a list, so that autograd takes it for a new tensor: an argument that is returned becomes a
-    # view of that argument, and in-place writes to it raise. A result that shares the source's
-    # memory stays such a view.
     like = _like(leaf)
-    attached: Tensor = depend_on(
-        leaf,
-        moved if shares_memory else [moved],
+    return linear(
+        # A view, so that in-place writes raise: they would change the source as well.
+        (lambda: moved.view_as(moved)) if shares_memory else (lambda: moved),
         lambda gradient: _move_back(gradient, backward, like, is_hidden),
+        leaf,
     )
-    return attached
 
 
 def _cast_gradient(tensor: Tensor, kind: torch.dtype) -> Tensor:
@@ -173,19 +172,30 @@ def _like(tensor: Tensor) -> dict[str, Any]:
     return {"size": tensor.shape, "dtype": tensor.dtype, "device": tensor.device}
 
 
-class _DependOn(torch.autograd.Function):
-    """Makes a result depend on its source; ``back`` gives the gradient of the source."""
+class Linear(torch.autograd.Function):
+    """A linear function of tensors, and the adjoint that backward calls."""
 
     @staticmethod
     def forward(
-        ctx: Any, source: Tensor, result: Tensor | list[Tensor], back: Callable[[Any], Any]
-    ) -> Tensor:
-        ctx.back = back
-        return result[0] if isinstance(result, list) else result.view_as(result)
+        ctx: Any, compute: Callable[[], Any], adjoint: Callable[..., Any], *tensors: Tensor
+    ) -> Any:
+        ctx.adjoint = adjoint
+        return compute()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.back(gradients[0]), None, None
+        found = ctx.adjoint(*gradients)
+        return None, None, *(found if isinstance(found, tuple) else (found,))
+
+
+def linear(compute: Callable[[], T], adjoint: Callable[..., Any], *tensors: Tensor) -> T:
+    """What ``compute`` makes of tensors by a linear function; backward calls ``adjoint``.
+
+    Autograd keeps ``adjoint`` until backward, so it must not refer to the parts of a tensor. If it
+    is made of functions that use ``linear`` too, gradients of gradients work.
+    """
+    result: T = Linear.apply(compute, adjoint, *tensors)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _MoveBack(torch.autograd.Function):
@@ -210,5 +220,4 @@ class _MoveBack(torch.autograd.Function):
         return _move_back(gradients[0], ctx.back, ctx.like, False), None, None, None
 
 
-depend_on: Callable[..., Any] = _DependOn.apply
 _move_back: Callable[..., Tensor] = _MoveBack.apply

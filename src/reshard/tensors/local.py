@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import add, sub
@@ -96,7 +97,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor | None:
     Shares memory with the tensor, except for a ShardedTensor with several shards on this rank:
     they are flattened and joined into a new 1-d tensor; `parts_of` gives them apart.
     """
-    parts = parts_of(tensor)
+    return joined(parts_of(tensor))
+
+
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Parts as one local tensor: one as it is, several flattened and joined."""
     if len(parts) > 1:
         return torch.cat([part.reshape(-1) for part in parts])
     return parts[0] if parts else None

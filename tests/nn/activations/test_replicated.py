@@ -276,3 +276,25 @@ def changed_inside(rank: int) -> None:
 
 def test_an_input_changed_in_forward_stays_whole(pool: Pool) -> None:
     pool.run(changed_inside, ranks=FOUR)
+
+
+class Reinterpreted(nn.Module):
+    """Saves a view of its input with larger elements, which begins or ends inside the input."""
+
+    def forward(self, x: torch.Tensor, w: torch.Tensor, start: int) -> torch.Tensor:
+        return x[start : start + 38].view(torch.float32) * w
+
+
+def larger_elements(rank: int) -> None:
+    model = Reinterpreted()
+    input_reshard(model, pool_group(4), 0)
+    base = torch.arange(41, dtype=torch.int16)
+    for x, start in ((base[1:40], 1), (base[:39], 0), (base[2:41], 0)):
+        w = torch.ones(19, requires_grad=True)
+        model(x, w, start).sum().backward()
+        assert w.grad is not None
+        assert torch.equal(w.grad.view(torch.int16), x[start : start + 38])
+
+
+def test_views_with_larger_elements(pool: Pool) -> None:
+    pool.run(larger_elements, ranks=FOUR)

@@ -258,6 +258,22 @@ def test_D22_D23_ties_and_frozen_flags_stay(pool: Pool) -> None:
     pool.run(run_tied, ranks=FOUR)
 
 
+def run_marked(rank: int) -> None:
+    model = Model()
+    model.fc1.weight.kept_mark = "no decay"
+    whole = model.fc1.weight.detach().clone()
+    handle = shard(model, {"fc1.weight": ROWS})  # the original is freed
+    model.fc1.weight.later_mark = 3
+    handle.remove()
+    assert type(model.fc1.weight) is nn.Parameter
+    assert torch.equal(model.fc1.weight, whole)
+    assert vars(model.fc1.weight) == {"kept_mark": "no decay", "later_mark": 3}
+
+
+def test_attributes_of_a_parameter_come_back(pool: Pool) -> None:
+    pool.run(run_marked, ranks=FOUR)
+
+
 def run_buffer(rank: int) -> None:
     model = Model()
     handle = shard(model, {"table": ROWS})

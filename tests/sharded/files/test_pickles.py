@@ -324,5 +324,10 @@ def test_D32_plain_entries_must_agree(pool: Pool, tmp_path: Path) -> None:
     for number, path in enumerate(paths):
         torch.save({"same": torch.ones(2), "step": number}, path)
     assert 'another "step"' in refusal(pool, paths)
+    for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.float8_e4m3fn):
+        for number, path in enumerate(paths):
+            x = torch.tensor([1.0, torch.nan, torch.nan if number else 0.0]).to(dtype)
+            torch.save({"same": x[:2].clone(), "one is no number": x}, path)
+        assert 'another "one is no number"' in refusal(pool, paths)
     with pytest.raises(ValueError, match="no files"):
         load_files([])

@@ -22,7 +22,16 @@ from reshard.sharded import (
 )
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group
-from tests.sharded.specs_and_values import FOUR, box, check_shards, chunk, numbered, places, refusal
+from tests.sharded.specs_and_values import (
+    FOUR,
+    box,
+    check_shards,
+    chunk,
+    numbered,
+    places,
+    refusal,
+    sharded,
+)
 
 
 def check_gathered(full: torch.Tensor, spec: ShardingSpec, dst: int) -> None:
@@ -200,3 +209,18 @@ def compared_outside(rank: int) -> list[bool]:
 
 def test_tensors_of_a_group_are_compared_on_ranks_outside_of_it(pool: Pool) -> None:
     assert pool.run(compared_outside) == [[True, True, False]] * 8
+
+
+def run_not_comparable(rank: int) -> str:
+    """Only rank 3 has a part, so only there torch refuses the tolerance."""
+    one = sharded(numbered(10, 8), chunk(0, [3]))
+    with pytest.raises(RuntimeError) as raised:
+        torch.allclose(one, one, rtol=-1.0)
+    assert torch.allclose(one, one)
+    return str(raised.value)
+
+
+def test_what_one_rank_cannot_compare_is_an_error_of_all(pool: Pool) -> None:
+    *others, last = pool.run(run_not_comparable, ranks=FOUR)
+    assert "rtol" in last
+    assert ["cannot be compared: another rank" in text for text in others] == [True] * 3

@@ -135,3 +135,21 @@ def as_dtensors(rank: int) -> None:
 
 def test_to_and_from_dtensor_with_gradients(pool: Pool) -> None:
     pool.run(as_dtensors, ranks=FOUR)
+
+
+def on_sub_meshes(rank: int) -> None:
+    """All ranks make the groups of the meshes, and some of them use them."""
+    line, square = DeviceMesh("cpu", [[0], [1]]), DeviceMesh("cpu", [[0, 1], [2, 3]])
+    if rank < 2:
+        tensor = DTensor.from_local(FULL, line, [Shard(0), Replicate()], run_check=False)
+        assert torch.equal(ShardedTensor.from_dtensor(tensor).full_tensor(), torch.cat([FULL] * 2))
+    if rank < 4:
+        tensor = DTensor.from_local(FULL, square, [Shard(0), Replicate()], run_check=False)
+        with pytest.raises(rs.errors.ArgumentError, match=r"some of the 8.*give process_group="):
+            ShardedTensor.from_dtensor(tensor)
+        made = ShardedTensor.from_dtensor(tensor, pool_group(4))
+        assert torch.equal(made.full_tensor(), torch.cat([FULL] * 2))
+
+
+def test_from_dtensors_on_meshes_of_some_ranks(pool: Pool) -> None:
+    pool.run(on_sub_meshes)

@@ -305,3 +305,24 @@ def specs_of_the_users(rank: int) -> None:
 
 def test_equal_specs_of_the_users_may_cut_otherwise(pool: Pool) -> None:
     pool.run(specs_of_the_users, ranks=FOUR)
+
+
+class InAList(ShardingSpec):
+    """A user's spec with a list, which may be changed in place."""
+
+    def __init__(self, dims: list[int]) -> None:
+        self.dims = dims
+
+    def build_metadata(self, tensor_sizes, tensor_properties):  # type: ignore[no-untyped-def]
+        return chunk(self.dims[0]).build_metadata(tensor_sizes, tensor_properties)
+
+
+def changed_in_place(rank: int) -> None:
+    spec, tensor = InAList([0]), sharded(numbered(8, 12), chunk(0, [3, 2, 1, 0]))
+    assert tensor.resharded(spec).local_tensor().shape == (2, 12)
+    spec.dims[0] = 1
+    assert tensor.resharded(spec).local_tensor().shape == (8, 3)
+
+
+def test_a_users_spec_that_is_changed_in_place(pool: Pool) -> None:
+    pool.run(changed_in_place, ranks=FOUR)

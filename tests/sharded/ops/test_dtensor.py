@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from reshard import Layout, Mesh
+from reshard import Layout, Mesh, OperationError
 from reshard.nn import ShardingPlan, shard_module
 from reshard.sharded import (
     LayoutShardingSpec,
@@ -320,6 +322,38 @@ def attention_by_name(rank: int) -> None:
 
 def test_attention_by_name_and_on_some_ranks(pool: Pool) -> None:
     pool.run(attention_by_name, ranks=FOUR)
+
+
+def attention_of_other_layouts(rank: int) -> None:
+    """Replicas, heads on some ranks, flattened tensors, and heads dealt in turn."""
+    q, k, v = (torch.sin(numbered(2, heads, 3, 8) + heads) for heads in (8, 4, 4))
+    expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    for mesh, words in ((Mesh(tp=4), "- tp:1 - -"), (Mesh(dp=2, tp=2), "- tp - - | on dp=1")):
+        given = [sharded(one, LayoutShardingSpec(Layout(mesh, words))) for one in (q, k, v)]
+        try:
+            found = F.scaled_dot_product_attention(*given, enable_gqa=True)
+        except OperationError:
+            continue  # on all ranks alike
+        torch.testing.assert_close(found.full_tensor(), expected)
+    flat = sharded(q, LayoutShardingSpec(Layout(Mesh(dp=2, tp=2), "- tp - - | flat dp")))
+    with suppress(OperationError):
+        check_close(F.scaled_dot_product_attention(flat, flat, flat), attended(q))
+    torch.manual_seed(rank)
+    replicas = sharded(q, LayoutShardingSpec(Layout(Mesh(dp=2, tp=2), "- tp - -")))
+    dropped = F.scaled_dot_product_attention(replicas, replicas, replicas, dropout_p=0.5)
+    (part,) = (shard.tensor for shard in dropped.local_shards())
+    parts = [torch.empty_like(part) for _ in FOUR]
+    dist.all_gather(parts, part.contiguous(), group=pool_group(4))
+    assert torch.equal(parts[0], parts[2])
+    assert torch.equal(parts[1], parts[3])
+
+
+def attended(x: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(x, x, x)
+
+
+def test_attention_of_layouts_that_ranks_do_not_compute_alone(pool: Pool) -> None:
+    pool.run(attention_of_other_layouts, ranks=FOUR)
 
 
 def norms_of_uneven_tensors(rank: int) -> None:

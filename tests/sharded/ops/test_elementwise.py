@@ -241,6 +241,10 @@ def lists(rank: int) -> None:
         torch._foreach_copy_([x, torch.zeros(7, 9, dtype=F64)], [A, y])
         check_close(x, A)
         check_lies_like(torch._foreach_neg([x])[0], x)
+        check_close(torch._foreach_pow(2.0, [x])[0], torch.pow(2.0, A))
+        (half,) = torch._foreach_div([x.to(torch.int32)], 2)
+        assert half.dtype == torch.float32  # also on a rank without parts
+        check_close(half, A.to(torch.int32) / 2)
     x = sharded(A, chunk(0))
     scale = x.sum()
     torch._foreach_mul_([x, C], scale)

@@ -172,3 +172,29 @@ def several_sharded_results(rank: int) -> None:
 
 def test_each_of_several_results_is_written(pool: Pool) -> None:
     pool.run(several_sharded_results, ranks=FOUR)
+
+
+def running_statistics(rank: int) -> None:
+    """Plain and sharded statistics, of a batch whose rows or columns are on other ranks."""
+    full, scale = values(6, 9), values(9)
+    for spec in (chunk(0), chunk(1)):
+        for is_sharded in (False, True):
+            wanted = [torch.zeros(9, dtype=F64), torch.ones(9, dtype=F64)]
+            found = [sharded(one, chunk(0)) if is_sharded else one.clone() for one in wanted]
+            batch = sharded(full, spec)
+            for training in (True, False):
+                result = F.batch_norm(batch, *found, scale, training=training)
+                check_close(result, F.batch_norm(full, *wanted, scale, training=training))
+                check_close(found[0], wanted[0])
+                check_close(found[1], wanted[1])
+    wanted = [torch.zeros(3, dtype=F64), torch.ones(3, dtype=F64)]
+    found = [one.clone() for one in wanted]
+    images = values(2, 3, 9)
+    result = F.instance_norm(sharded(images, chunk(2)), *found)
+    check_close(result, F.instance_norm(images, *wanted))
+    check_close(found[0], wanted[0])
+    check_close(found[1], wanted[1])
+
+
+def test_batch_norm_updates_its_statistics(pool: Pool) -> None:
+    pool.run(running_statistics, ranks=FOUR)

@@ -99,9 +99,9 @@ class Policy:
                 region = Region(label, memory, unit, source.storage, is_replicated, self.stats)
                 self._regions[key] = region
                 self._place(region)
-            offset = int(local.storage_offset()) - source.start // local.element_size()
+            start = int(local.storage_offset()) * local.element_size() - source.start
             gapped = None if source.is_dense else (source.size, source.stride)
-            return SavedView(region, self._restore, saved, local, offset, gapped)
+            return SavedView(region, self._restore, saved, local, start, gapped)
 
     def _place(self, region: Region) -> None:
         """Offload a region, leave it whole, or keep only this rank's share."""

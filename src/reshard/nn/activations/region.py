@@ -191,13 +191,13 @@ class SavedView:
         restore: Callable[[Region], torch.Tensor],
         saved: torch.Tensor,
         local: torch.Tensor,
-        offset: int,
+        start: int,
         gapped: tuple[tuple[int, ...], tuple[int, ...]] | None,
     ) -> None:
         self.region, self._restore = region, restore
         self._dtype, self._size, self._stride = local.dtype, tuple(local.shape), local.stride()
-        self._offset = offset
-        """Elements of the region before its first one."""
+        self._start = start
+        """Bytes of the region before its first element."""
         self._gapped = gapped
         """Size and strides of an input with gaps: the region keeps its elements densely."""
         self._version, self._description = saved._version, _describe(saved)
@@ -216,12 +216,16 @@ class SavedView:
     def __call__(self) -> torch.Tensor:
         """The tensor, restored; raises if the original was changed in place."""
         _check_version(self._alias, self._version, self._description)
-        flat = self._restore(self.region).view(self._dtype)
+        memory, unit = self._restore(self.region)[self._start :], self._dtype.itemsize
+        # A view may have larger elements than the input that the region keeps.
+        memory = memory[: memory.numel() // unit * unit]
+        aligned = memory.clone() if memory.storage_offset() % unit else memory
+        flat = aligned.view(self._dtype)
         if self._gapped is not None:
             size, stride = self._gapped
             original = torch.empty_strided(size, stride, dtype=self._dtype, device=flat.device)
             flat = original.copy_(flat.view(size))
-        local = flat.as_strided(self._size, self._stride, flat.storage_offset() + self._offset)
+        local = flat.as_strided(self._size, self._stride, flat.storage_offset())
         return local if self._wrap is None else self._wrap(local)
 
     def __del__(self) -> None:

@@ -122,16 +122,8 @@ def rebuild_sharded_tensor(parts: list[torch.Tensor], state: State) -> ContentTe
     dtype = getattr(torch, state["dtype"], None)
     content = Content(layout, shape, dtype, tuple(parts), device, group, spec, shards or None)  # type: ignore[arg-type]
     _check_parts(content, state["rank"])
-    tensor = _with_flags(content, state["requires_grad"], state["parameter"])
+    tensor = wrap(content, state["requires_grad"], state["parameter"])
     tensor._saved_rank = state["rank"]
-    return tensor
-
-
-def _with_flags(content: Content, requires_grad: bool, is_parameter: bool) -> ContentTensor:
-    tensor = wrap(content)
-    tensor.requires_grad_(requires_grad)
-    if is_parameter:
-        tensor._is_param = True
     return tensor
 
 
@@ -224,7 +216,7 @@ def load_files(
             own = [files[index].sharded[name] for index in mine]
             joined[id(tensor)] = _join(name, rows, own, paths, group)
 
-    state: State = map_nested(lambda one: joined[id(one)], files[0].state, ContentTensor)
+    state: State = map_nested(lambda one: joined.get(id(one), one), files[0].state, ContentTensor)
     return state
 
 
@@ -275,8 +267,12 @@ def _are_equal(one: Any, two: Any) -> bool:
     if isinstance(one, ContentTensor) or isinstance(two, ContentTensor):
         return isinstance(one, ContentTensor) and isinstance(two, ContentTensor)
     if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
-        same = one.shape == two.shape and one.dtype == two.dtype
-        return same and bool(torch.equal(one.nan_to_num(), two.nan_to_num()))
+        if one.shape != two.shape or one.dtype != two.dtype:
+            return False
+        if one.is_floating_point() and one.itemsize == 1:
+            one, two = one.float(), two.float()  # torch compares no float8
+        both_nan = (one != one) & (two != two)
+        return bool(((one == two) | both_nan).all())
     return type(one) is type(two) and (one == two or one != one)
 
 
@@ -318,4 +314,4 @@ def _join(
     except ArgumentError as error:
         raise _wrong(paths[0], f"and the others do not make up {quoted(name)}: {error}") from None
     is_parameter = any(isinstance(one, torch.nn.Parameter) for one in own)
-    return _with_flags(content, requires_grad, is_parameter)
+    return wrap(content, requires_grad, is_parameter)

@@ -168,7 +168,7 @@ def run(func: Op, args: Args, kwargs: Kwargs) -> Value:
     view = _copied_view(func)
     if view is not None:
         viewed = run(view, args, kwargs)
-        return map_nested(lambda one: run(aten.clone.default, (one,), {}), viewed)
+        return map_nested(lambda one: run(aten.clone.default, (one,), {}), viewed, Content)
     if elementwise.is_loss(func):
         return elementwise.run_loss(func, args, kwargs, run)
     targets = written(func, args, kwargs)
@@ -262,10 +262,11 @@ def _new_strided(func: Op, args: Args, kwargs: Kwargs) -> Value:
 
 
 def _new_alike(func: Op, args: Args, kwargs: Kwargs) -> Value:
-    """A new tensor: one of the same shape has the same layout."""
+    """A new tensor: one of the same shape has the same layout, any other is whole on all ranks."""
     content = args[0]
     if tuple(args[1]) != content.shape or content.layout.reduce is not None:
-        return run_in_dtensor(func, args, kwargs)
+        like = torch.empty(0, dtype=content.dtype, device=content.device)
+        return replicated_content(func(like, *args[1:], **kwargs), content.group)
     if not content.parts:
         return _to_copy(aten._to_copy.default, args[:1], kwargs)
     return content.with_parts(

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from reshard.errors import LiveError, OperationError, ReshardError
+from reshard.errors import ArgumentError, LiveError, OperationError, ReshardError
 from reshard.layout.layout import Layout
-from reshard.sharded.autograd import lay_out_gradient, linear, to_layout
+from reshard.sharded.autograd import lay_out_gradient, to_layout
 from reshard.sharded.content import (
     Content,
     ContentTensor,
@@ -32,8 +32,14 @@ from reshard.sharded.content import (
 )
 from reshard.sharded.groups import Group, members
 from reshard.sharded.move import move_to, reduced
+from reshard.tensors.autograd import linear
 from reshard.tensors.dtensor.placements import layout_from, placements_of
-from reshard.tensors.dtensor.wrapping import dtensor_layout, dtensor_local, dtensor_of
+from reshard.tensors.dtensor.wrapping import (
+    dtensor_layout,
+    dtensor_local,
+    dtensor_of,
+    gradient_placements,
+)
 from reshard.tensors.kinds import materialize, this_rank
 from reshard.tensors.local import whole_on
 from reshard.text import first_line
@@ -54,6 +60,10 @@ WORKS_WITHOUT_ELEMENTS = {
     aten.t, aten.transpose, aten.permute, aten.unsqueeze, aten.squeeze, aten.expand,
 }  # fmt: skip
 """Operations that a rank without elements runs like the others; others may raise there."""
+BATCH_NORMS = {aten.native_batch_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm}
+"""Operations that write into their running statistics, which their schemas do not say."""
+STATISTICS, TRAINING = slice(3, 5), 5
+"""The places of their statistics, and of the flag whether they update them."""
 
 Op = torch._ops.OpOverload
 Value = Any
@@ -78,6 +88,8 @@ def first_content(args: Args, kwargs: Kwargs) -> Content:
 
 def written(func: Op, args: Args, kwargs: Kwargs) -> list[Value]:
     """The arguments that an operation writes to."""
+    if func.overloadpacket in BATCH_NORMS:
+        return [*args[STATISTICS]] if args[TRAINING] else []
     return [
         args[index] if index < len(args) else kwargs.get(argument.name)
         for index, argument in enumerate(func._schema.arguments)
@@ -197,7 +209,7 @@ def run_in_dtensor(func: Op, args: Args, kwargs: Kwargs) -> Value:
     mesh, targets = _mesh_of(first), written(func, args, kwargs)
     sources: list[tuple[DTensor, Content]] = []
 
-    def lend(value: object) -> object:
+    def lend(value: torch.Tensor | Content) -> DTensor:
         if isinstance(value, Content):
             prepared = _prepared(func, value, mesh)
             if prepared is not value and any(value is one for one in targets):
@@ -205,10 +217,10 @@ def run_in_dtensor(func: Op, args: Args, kwargs: Kwargs) -> Value:
             dtensor = _dtensor_from(prepared, mesh)
             sources.append((dtensor, value))
             return dtensor
-        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-            own = materialize(value.detach())
-            return dtensor_of(own, mesh, [Replicate()] * mesh.ndim, own.shape, stride=own.stride())
-        return value
+        if isinstance(value, DTensor):
+            return value
+        own = materialize(value.detach())
+        return dtensor_of(own, mesh, [Replicate()] * mesh.ndim, own.shape, stride=own.stride())
 
     def result_of(result: DTensor) -> Content:
         for dtensor, content in sources:
@@ -219,7 +231,9 @@ def run_in_dtensor(func: Op, args: Args, kwargs: Kwargs) -> Value:
         return reduced(_content_of(result, first.group))
 
     try:
-        positional, named = map_nested(lend, (_normalized_dims(func, args), kwargs))
+        positional, named = map_nested(
+            lend, (_normalized_dims(func, args), kwargs), torch.Tensor | Content
+        )
         return map_nested(result_of, func(*positional, **named), DTensor)
     except LiveError:
         raise
@@ -292,9 +306,9 @@ def to_dtensor(tensor: ContentTensor, device_mesh: DeviceMesh | None = None) -> 
 def from_dtensor(tensor: DTensor, group: Group = None) -> ContentTensor:
     """The ShardedTensor with the memory of a DTensor; gradients flow back."""
     mesh = tensor.device_mesh
-    if group is None and mesh.ndim == 1:
-        group = mesh.get_group()
-    kept = tuple(Replicate() if one.is_partial() else one for one in tensor.placements)
+    if group is None:
+        group = _group_of(mesh)
+    kept = gradient_placements(tensor.placements)
 
     def back(gradient: ContentTensor) -> DTensor:
         layout = layout_from(mesh, kept, gradient.shape)
@@ -302,3 +316,16 @@ def from_dtensor(tensor: DTensor, group: Group = None) -> ContentTensor:
         return to_dtensor(to_layout(gradient, target), mesh)
 
     return linear(lambda: wrap(_content_of(tensor, group)), back, tensor)
+
+
+def _group_of(mesh: DeviceMesh) -> Group:
+    """The process group of all ranks of a mesh; None is the default one."""
+    long = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    if mesh.ndim == 1 or len(long) == 1:
+        return mesh.get_group(*long)
+    if mesh.size() == dist.get_world_size():
+        return None
+    raise ArgumentError(
+        f"the DTensor is on ranks {mesh.mesh.tolist()}, some of the {dist.get_world_size()} of "
+        "this job, and no axis has all of them: give process_group=, the group of these ranks"
+    )

@@ -90,7 +90,7 @@ def run_elementwise(func: Op, args: Args, kwargs: Kwargs) -> Value:
             *(_of_part(operand, number) for operand in operands),
             **{name: _of_part(operand, number) for name, operand in named.items()},
         )
-        for number in range(max(len(like.parts), 1))
+        for number in range(_num_operands(like))
     ]
     if targets:
         return targets[0]
@@ -203,17 +203,18 @@ def run_on_lists(func: Op, args: Args, kwargs: Kwargs, run: Run) -> Value:
             else reduction(one, *args[1:], **kwargs)
             for one in args[0]
         ]
-    likes = [one if isinstance(one, Content) else None for one in args[0]]
+    # ``_foreach_pow`` may have a number in front of its list.
+    first = next(at for at, value in enumerate(args) if isinstance(value, list | tuple))
+    likes = [one if isinstance(one, Content) else None for one in args[first]]
     named = {name: _column(value, likes) for name, value in kwargs.items()}
     columns = [_column(value, likes) for value in args]
-    # torch refuses empty lists; a rank without parts has nothing to compute.
-    results = func(*columns, **named) if columns[0] else []
+    results = func(*columns, **named)
     _write_back(func, args, likes, columns)
     if not func._schema.returns:
         return None
     rest = iter(results)
     return [
-        next(rest) if like is None else like.with_parts([next(rest) for _ in like.parts])
+        next(rest) if like is None else _join(like, list(islice(rest, _num_operands(like))))
         for like in likes
     ]
 
@@ -229,7 +230,10 @@ def _unscale(func: Op, tensors: Args, found_inf: torch.Tensor, inv_scale: torch.
 
 
 def _write_back(func: Op, args: Args, likes: list[Content | None], columns: list[Value]) -> None:
-    """Copy results into written tensors that had to be moved to the layout of the first list."""
+    """Copy results into written tensors that had to be moved to the layout of the first list.
+
+    Also into plain tensors, such as the state of an optimizer that was loaded from a whole model.
+    """
     for index, (argument, value) in enumerate(zip(func._schema.arguments, args, strict=False)):
         info = argument.alias_info
         is_list = isinstance(value, list | tuple) and len(value) == len(likes)
@@ -237,11 +241,13 @@ def _write_back(func: Op, args: Args, likes: list[Content | None], columns: list
             continue
         rest = iter(columns[index])
         for one, like in zip(value, likes, strict=True):
-            parts = tuple(islice(rest, 1 if like is None else len(like.parts)))
-            if like is None or not isinstance(one, Content):
+            parts = tuple(islice(rest, 1 if like is None else _num_operands(like)))
+            if like is None or tuple(one.shape) != like.shape:
                 continue
-            if one.shape == like.shape and not one.is_like(like):
-                copy_into(one, replace(like, parts=parts, dtype=one.dtype))
+            parts = parts[: len(like.parts)]
+            content = one if isinstance(one, Content) else replicated_content(one, like.group)
+            if not content.is_like(like):
+                copy_into(content, replace(like, parts=parts, dtype=content.dtype))
 
 
 def _column(value: Value, likes: list[Content | None]) -> Value:
@@ -256,5 +262,10 @@ def _column(value: Value, likes: list[Content | None]) -> Value:
             column.append(_as_plain(one))
             continue
         parts = _parts_like(one, like)  # on all ranks: others may need parts of this one
-        column += parts if isinstance(parts, tuple) else [parts] * len(like.parts)
+        column += parts if isinstance(parts, tuple) else [parts] * _num_operands(like)
     return column
+
+
+def _num_operands(like: Content) -> int:
+    """One for every part; a rank without parts computes with one tensor without elements."""
+    return max(len(like.parts), 1)

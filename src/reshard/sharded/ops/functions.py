@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -15,8 +16,17 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from reshard.errors import ArgumentTypeError, OperationError
-from reshard.layout.layout import BoxLayout
-from reshard.sharded.autograd import from_parts, gradient_hook, replicated, to_local, to_whole
+from reshard.layout.layout import BoxLayout, Layout
+from reshard.layout.mesh import Mesh
+from reshard.layout.words import Chunk
+from reshard.sharded.autograd import (
+    from_parts,
+    gradient_hook,
+    replicated,
+    to_layout,
+    to_local,
+    to_whole,
+)
 from reshard.sharded.content import Content, ContentTensor, map_nested
 from reshard.sharded.groups import members
 from reshard.sharded.move import all_agree
@@ -33,6 +43,7 @@ def _attend(
     key: torch.Tensor,
     value: torch.Tensor,
     attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
     *args: object,
     **kwargs: object,
 ) -> Any:
@@ -44,29 +55,46 @@ def _attend(
         and not attn_mask.requires_grad
         and (attn_mask.ndim < 3 or attn_mask.shape[-3] == 1)
     )
-    if is_for_all and len(tensors) == 3 and _have_whole_heads([one._content for one in tensors]):
-        local = func(*map(to_local, tensors), attn_mask, *args, **kwargs)
+    contents = [one._content for one in tensors]
+    if is_for_all and len(tensors) == 3 and _have_whole_heads(contents):
+        if dropout_p > 0:  # replicas would draw different random numbers
+            spread = _heads_over(contents[0].layout.ranks)
+            tensors = [_in_layout(one, spread) for one in tensors]
+        local = func(*map(to_local, tensors), attn_mask, dropout_p, *args, **kwargs)
         first = tensors[0]._content
         shape = (*first.shape[:-1], local.shape[-1])
         result = replace(first, shape=shape, spec=None, stated=None, stated_stride=None)
-        return from_parts(result, local)
+        return _in_layout(from_parts(result, local), contents[0].layout)
     with sdpa_kernel(SDPBackend.MATH), torch._C.DisableTorchFunctionSubclass():
-        return func(query, key, value, attn_mask, *args, **kwargs)
+        return func(query, key, value, attn_mask, dropout_p, *args, **kwargs)
+
+
+@lru_cache(maxsize=64)
+def _heads_over(ranks: tuple[int, ...]) -> Layout:
+    return Layout(Mesh(rank=len(ranks), ranks=ranks), "- rank - -")
+
+
+def _in_layout(tensor: ContentTensor, layout: Layout) -> ContentTensor:
+    content = tensor._content
+    if content.layout is layout or content.layout.same_as(layout, content.shape):
+        return tensor
+    return to_layout(tensor, replace(content, layout=layout, parts=(), spec=None, stated=None))
 
 
 def _have_whole_heads(contents: list[Content]) -> bool:
     """Whether all three tensors have the same layout, which shards nothing but the heads."""
-    first, layout = contents[0], contents[0].layout
-    if any(one.ndim != 4 for one in contents) or isinstance(layout, BoxLayout) or layout.reduce:
+    first, layout, words = contents[0], contents[0].layout, contents[0].layout.words
+    if any(one.ndim != 4 or one.layout != layout for one in contents):
         return False
-    # With uneven shards, a rank's query heads need not be those of its key heads.
-    return (
-        {*layout.ranks} == {*members(first.group)}
-        and not any(cut for dim, cut in enumerate(layout.dims(first.shape)) if dim != HEADS)
-        and all(
-            one.layout == layout and one.shape[HEADS] % len(layout.ranks) == 0 for one in contents
-        )
-    )
+    if isinstance(layout, BoxLayout) or words.reduce or words.on or words.flat or words.without:
+        return False
+    ranks, cuts = layout.ranks, layout.dims(first.shape)
+    counts = [one.shape[HEADS] for one in contents]
+    if {*ranks} != {*members(first.group)} or any((*cuts[:HEADS], *cuts[HEADS + 1 :])):
+        return False
+    # Otherwise a rank's query heads need not be those of its key heads.
+    in_chunks = all(isinstance(cut, Chunk) for cut in cuts[HEADS])
+    return not any(count % len(ranks) for count in counts) and (in_chunks or len({*counts}) == 1)
 
 
 Function = Callable[..., Any]
@@ -213,9 +241,11 @@ def _with_replicas(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     if not sharded or not any(map(_collects_gradient, values)):
         return args, kwargs
     group = sharded[0]._content.group
-    replaced: tuple[Args, Kwargs] = map_nested(
-        lambda one: replicated(one, group) if _collects_gradient(one) else one, (args, kwargs)
-    )
+
+    def replicate(one: torch.Tensor) -> torch.Tensor:
+        return replicated(one, group) if _collects_gradient(one) else one
+
+    replaced: tuple[Args, Kwargs] = map_nested(replicate, (args, kwargs), torch.Tensor)
     return replaced
 
 

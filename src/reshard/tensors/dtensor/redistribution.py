@@ -27,7 +27,7 @@ from reshard.live.api import skip_exchange
 from reshard.live.failure.cleanup import with_ticket
 from reshard.live.session.session import Ticket
 from reshard.planning.plans import ONE
-from reshard.tensors.autograd import depend_on, gradient_options
+from reshard.tensors.autograd import gradient_options, linear
 from reshard.tensors.dtensor.boxes import BoxMove, box_move
 from reshard.tensors.dtensor.placements import OPS, Placed, layout_from, mesh_of, positive_dims
 from reshard.tensors.dtensor.reductions import LocalWork, work_for
@@ -226,8 +226,7 @@ def redistribute(
         )
         return _redistribute_back(gradient, (how.target[0], kept), how.settings, dtype, reading)
 
-    # In a list, so that autograd does not take it for an input that is passed through.
-    return depend_on(tensor, [moved], back)
+    return linear(lambda: moved, back, tensor)
 
 
 def _redistribute_back(
@@ -266,8 +265,7 @@ def wrap_moved(
             gradient = _redistribute_back(gradient, pair, how.settings, gradient.dtype)
         return gradient.to_local(grad_placements=kept)
 
-    result: DTensor = depend_on(local, [wrapped], back)
-    return result
+    return linear(lambda: wrapped, back, local)
 
 
 MAX_REPEATED = 1024
