@@ -34,18 +34,6 @@ def arrays():
 """
 
 OUTCOMES = """
-import multiprocessing, os
-from reshard.cli.demo_live import ENVIRONMENT
-
-# Before torch is imported, which reads the level of its log only then: when the third move fails,
-# the rank that serves the store may end before the others, and torch would warn.
-os.environ.update(ENVIRONMENT)
-from reshard.live import api
-
-# The usual command starts a new process that imports torch, once for each move.
-usual = multiprocessing.get_context
-multiprocessing.get_context = lambda how: usual("fork")
-
 if __name__ == "__main__":
     given, expected = arrays()
     ran = move_live(plan, given, expected)
@@ -72,16 +60,16 @@ if __name__ == "__main__":
 
 WHILE_STARTING = """
 import os, signal
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 
-start = SpawnProcess.start
+start = ForkServerProcess.start
 
 def interrupted(process):
     os.kill(os.getpid(), signal.SIGINT)
     start(process)
 
 if __name__ == "__main__":
-    SpawnProcess.start = interrupted
+    ForkServerProcess.start = interrupted
     try:
         move_live(plan, *arrays())
     except KeyboardInterrupt:
