@@ -95,9 +95,10 @@ class Run:
 class Document:
     """All that a page shows."""
 
-    headline: str
-    cards: Sequence[Card]
-    data: Mapping[str, Any]
+    headline: str = ""
+    cards: Sequence[Card] = ()
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """What the script works with."""
     digest: str = ""
     damage: Sequence[str] = ()
     reasons_title: str = "Why it costs that"
@@ -111,7 +112,6 @@ class Document:
     rounds_note: str = ""
     run: Run | None = None
     groups_title: str = "Tensors"
-    """Whether tensors have one layout only, that of a checkpoint."""
     extra: Sequence[tuple[str, Sequence[str]]] = ()
     """Titles and lines of what is shown when asked for."""
 
