@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from reshard.cli import run
 
@@ -135,6 +137,19 @@ def test_html_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[s
     said = capsys.readouterr()
     json.loads(said.out)
     assert said.err == f"wrote {page}\n"
+
+
+def test_paths_that_are_no_utf8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pages name the command that made them, and conversions the path of their source."""
+    folder, page = tmp_path / os.fsdecode(b"ckpt\xff"), tmp_path / "page.html"
+    folder.mkdir()
+    save_file({"w": np.ones((4, 4), "float32")}, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").rename(folder / "model.safetensors")
+    assert run(["inspect", str(folder), "--html", str(page)]) == 0
+    assert "ckpt\\udcff" in page.read_text(encoding="utf-8")
+    assert run(["convert", str(folder), str(tmp_path / "out")]) == 0
+    assert run(["verify", str(folder), str(tmp_path / "out")]) == 0
+    assert "internal error" not in capsys.readouterr().err
 
 
 def test_verbose_shows_the_code_behind_an_error(

@@ -110,7 +110,18 @@ WRONG_INPUTS = [
     ("convert hf hf --overwrite", "choose a destination outside of the source"),
     ("diff hf", "For example: reshard diff ckpt-1000 ckpt-2000"),
     ("index hf", "For example: reshard index src -o index"),
-    ("plann", "Did you mean 'plan'?"),
+    ("plann", "Did you mean 'plan'? Try reshard --help"),
+    ("plan --shape", "Try reshard plan --help"),
+    ("show tp=2: tp - --shape 8,8", "a text with spaces needs quotes. Try reshard show --help"),
+    ("show --model llama-3-8b --mesh 'tp=4: tp -'", 'give the mesh alone, "tp=4"'),
+    ("plan --model ./hff --from tp=8 --to tp=4", "or name a config.json, or its folder"),
+    ("plan --model empty --from tp=8 --to tp=4", '"empty" has no config.json'),
+    (f"plan {MOVE} --html .", "Is a directory: name a file"),
+    (f"plan {MOVE} --html nowhere/x.html", "check the path and its folder"),
+    (
+        "explore --shape 8 --from 'dp=2: dp'",
+        '--to is not given and its default does not fit: layout "- tp"',
+    ),
     ("--jsn", "Try reshard --help"),
 ]
 

@@ -10,8 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -342,6 +344,30 @@ def test_slow_clients_do_not_stop_others(explorer: Explorer) -> None:
     assert explorer.post(b"{}")[0] == 200
     for line in lines:
         line.close()
+
+
+def test_clients_that_never_end_their_request_are_cut_off(explorer: Explorer) -> None:
+    """More of them than there are processes, each sending a byte before any timeout of a socket."""
+    clients = [socket.create_connection(("127.0.0.1", explorer.port)) for _ in range(20)]
+    ended = threading.Event()
+
+    def drip() -> None:
+        while not ended.wait(1.0):
+            for client in clients:
+                with suppress(OSError):
+                    client.sendall(b"x")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    try:
+        began = time.monotonic()
+        assert explorer.post(b"{}")[0] == 200
+        assert time.monotonic() - began < within(20.0)  # a plan may take 30 s, a request may not
+    finally:
+        ended.set()
+        thread.join()
+        for client in clients:
+            client.close()
 
 
 def test_the_server_is_on_the_loopback_address_alone(explorer: Explorer) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -16,7 +15,7 @@ from reshard.cli.options import (
     replicated,
     rules_option,
 )
-from reshard.cli.output import byte_meter, code_of, fitted, print_json, say_written
+from reshard.cli.output import byte_meter, code_of, fitted, print_json, write_page
 from reshard.errors import UnfinishedError
 from reshard.text import Report
 
@@ -68,8 +67,7 @@ def inspect(
         from reshard.show.page.document import Footer
 
         words = click.get_current_context().meta.get("reshard.arguments", ["inspect"])
-        Path(html).write_text(render_stored(report, Footer.of_command(words)), encoding="utf-8")
-        say_written(html)
+        write_page(html, render_stored(report, Footer.of_command(words)))
     if as_json:
         print_json("inspect", report.to_dict())
     else:

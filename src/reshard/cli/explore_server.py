@@ -207,7 +207,9 @@ MAX_PROCESSES = 16
 CPU_SECONDS = 10
 """What a plan may take before the answer is that it takes too long."""
 SECONDS = 30
-"""What a request may take altogether before its process is ended."""
+"""What an answer may take before its process is ended."""
+SECONDS_TO_ASK = 5
+"""What a client may take to send its request: else a few slow ones would keep all processes."""
 MEMORY = 2 << 30
 """Bytes that a request may allocate beyond what the server has."""
 
@@ -268,7 +270,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: Server
     server_version = "reshard"
     sys_version = ""
-    timeout = 5
+    timeout = SECONDS_TO_ASK
 
     def setup(self) -> None:
         """Limit what this process may use; it handles this request alone."""
@@ -349,6 +351,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _bounded(values: Mapping[str, str]) -> Answer:
     """The answer, or that it takes too much time or memory."""
+    signal.alarm(SECONDS)  # the request is there
     try:
         return answer_of(values)
     except TooLongError:
@@ -364,7 +367,7 @@ def _limit() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGXCPU, _too_long)
-    signal.alarm(SECONDS)
+    signal.alarm(SECONDS_TO_ASK)
     used = resource.getrusage(resource.RUSAGE_SELF)
     cpu = int(used.ru_utime + used.ru_stime) + CPU_SECONDS
     resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + CPU_SECONDS))

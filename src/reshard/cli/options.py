@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from reshard.errors import FormatError, LayoutError, NotationError, PlanError
+from reshard.errors import FormatError, LayoutError, NotationError, PlanError, ReshardError
 from reshard.text import log
 
 if TYPE_CHECKING:
@@ -141,16 +141,21 @@ def model_config(name: str) -> Mapping[str, Any]:
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
+        if not path.is_file():
+            raise FormatError(f'"{name}" has no config.json: name the folder of a model that has')
     if path.suffix != ".json":
-        return preset(name)
+        try:
+            return preset(name)
+        except ReshardError as error:
+            raise type(error)(f"{error}; or name a config.json, or its folder") from None
     if path.stat().st_size > MAX_CONFIG:
-        raise FormatError(f'"{name}" is larger than {MAX_CONFIG} bytes: is it a config.json?')
+        raise FormatError(f'"{path}" is larger than {MAX_CONFIG} bytes: is it a config.json?')
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise FormatError(f'"{name}" is not JSON ({error}): expected a config.json') from None
+        raise FormatError(f'"{path}" is not JSON ({error}): expected a config.json') from None
     if not isinstance(config, dict):
-        raise FormatError(f'"{name}" holds a {type(config).__name__}: expected a config.json')
+        raise FormatError(f'"{path}" holds a {type(config).__name__}: expected a config.json')
     return config
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
@@ -41,6 +42,13 @@ def is_quiet() -> bool:
     """Whether -q was given, before or after the name of the command."""
     context = click.get_current_context(silent=True)
     return context is not None and bool((context.obj or {}).get("quiet"))
+
+
+def write_page(path: str, text: str) -> None:
+    """Write a page, and say so."""
+    # The page names the command, whose words need not be valid UTF-8.
+    Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
+    say_written(path)
 
 
 def say_written(path: str) -> None:

@@ -24,8 +24,15 @@ from reshard.cli.options import (
     replicated,
     rules_option,
 )
-from reshard.cli.output import fitted, print_json, print_lines, say_written, terminal_width
-from reshard.errors import PlanError, ProofError
+from reshard.cli.output import (
+    fitted,
+    print_json,
+    print_lines,
+    say_written,
+    terminal_width,
+    write_page,
+)
+from reshard.errors import ArgumentError, PlanError, ProofError
 from reshard.text import align, format_bytes, shorten
 
 if TYPE_CHECKING:
@@ -187,9 +194,7 @@ def _write_page(
     arguments = click.get_current_context().meta.get("reshard.arguments", ["plan"])
     footer = Footer.of_command(arguments, given["model"], explore)
     runs = [RunReport.load(report) for report in reports]
-    text = render(move, reports=runs, notes=notes, footer=footer)
-    Path(path).write_text(text, encoding="utf-8")
-    say_written(path)
+    write_page(path, render(move, reports=runs, notes=notes, footer=footer))
 
 
 def _print(move: Plan, rank: int | None, notes: Sequence[str]) -> None:
@@ -299,12 +304,15 @@ def explore(port: int | None, no_browser: bool, as_json: bool, **words: Any) -> 
 
     values = _values(**words)
     errors = answer_of(values).errors  # the first page must be one; and this loads all it needs
+    for side, option in (("have", "--from"), ("want", "--to")):
+        if words[side] is None and (text := errors.get(f"{side}_layout")) is not None:
+            errors[f"{side}_layout"] = f"{option} is not given and its default does not fit: {text}"
     if errors:
         raise PlanError("; ".join(errors.values()))
     try:
         server = Server(port or 0, values)
     except OSError as error:
-        raise click.UsageError(
+        raise ArgumentError(
             f"cannot listen on port {port}: {error.strerror}; leave out --port for a free one"
         ) from None
     with server:
@@ -329,11 +337,11 @@ def _values(have: str | None, want: str | None, **given: Any) -> dict[str, str]:
 
     is_model = given["model"] is not None
     if is_model and given["shape"]:
-        raise click.UsageError("give --shape (one tensor) or --model (a whole model), not both")
+        raise ArgumentError("give --shape (one tensor) or --model (a whole model), not both")
     for option in () if is_model else MODEL_OPTIONS:
         if given.get(option):
             name = option.replace("_", "-")
-            raise click.UsageError(f"--{name} is for --model: a layout names all its axes")
+            raise ArgumentError(f"--{name} is for --model: a layout names all its axes")
     for side, option, text in (("have", "--from", have), ("want", "--to", want)):
         if text is not None and is_model:
             given[f"{side}_mesh"] = str(parse_model_mesh(text, option))
