@@ -12,10 +12,11 @@ import click
 from reshard.cli.options import (
     json_option,
     memory_option,
+    replicate_option,
     replicated,
     rules_option,
 )
-from reshard.cli.output import byte_meter, code_of, fitted, print_json, write_page
+from reshard.cli.output import byte_meter, code_of, fitted, print_json, print_report, write_page
 from reshard.errors import UnfinishedError
 from reshard.text import Report
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 
 UNFINISHED = 3
-REPLICATE = "An axis of the mesh along which the rules replicate everything, on purpose."
 
 F = TypeVar("F", bound=Callable[..., int])
 R = TypeVar("R", bound=Report)
@@ -36,7 +36,7 @@ R = TypeVar("R", bound=Report)
 @click.option("--tree", is_flag=True, help="The tensors as a tree of their names.")
 @rules_option("--rules", "Rules of per-rank files: a family such as llama, or a TOML file.")
 @click.option("--mesh", help='The mesh of per-rank files, such as "tp=4".')
-@click.option("--replicate", multiple=True, metavar="AXIS", help=REPLICATE)
+@replicate_option
 @click.option("--html", metavar="FILE", help="Write the report as a page that lists every tensor.")
 @json_option
 def inspect(
@@ -85,10 +85,7 @@ def inspect(
     "matches counts; patterns leave 0-d tensors whole."
 ))  # fmt: skip
 @click.option("--fsdp", metavar="AXES", help="Axes of the mesh that shard dim 0 further (FSDP).")
-@click.option("--replicate", multiple=True, metavar="AXIS", help=(
-    "An axis of either mesh along which the rules replicate everything, on purpose; may be "
-    "repeated."
-))  # fmt: skip
+@replicate_option
 @click.option(
     "--format", type=click.Choice(["full", "sharded", "distcp", "ranks"]),
     help="What to write; sharded if there is a mesh, else full.",
@@ -169,7 +166,7 @@ def _convert(src: str, dst: str, team: Team, as_json: bool, words: dict[str, Any
             **words,
         )
     if team.leads:
-        print_json("convert", report.to_dict()) if as_json else print(fitted(str(report)))
+        print_report("convert", report, as_json)
     return 0
 
 
@@ -206,7 +203,7 @@ _OPTIONS = (
     click.option("--mesh", help='The mesh of the per-rank files of A, such as "tp=4".'),
     rules_option("--b-rules", "Rules of the per-rank files of B."),
     click.option("--b-mesh", help="The mesh of the per-rank files of B."),
-    click.option("--replicate", multiple=True, metavar="AXIS", help=REPLICATE),
+    replicate_option,
     json_option,
 )
 
@@ -243,7 +240,7 @@ def compare_and_report(verb: str, compare: Callable[..., R], words: Mapping[str,
     given["rules"], given["b_rules"] = with_replicas(given.pop("replicate"), sides)
     with byte_meter(verb) as progress:
         report = compare(given.pop("a"), given.pop("b"), progress=progress, **given)
-    print_json(verb, report.to_dict()) if as_json else print(fitted(str(report)))
+    print_report(verb, report, as_json)
     return report
 
 

@@ -53,6 +53,12 @@ def rules_option(name: str, text: str) -> Callable[[F], F]:
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+memory_option = click.option(
+    "--memory", default="256MiB", show_default=True, help="Maximum memory for buffers."
+)
+replicate_option = click.option("--replicate", multiple=True, metavar="AXIS", help=(
+    "An axis of a mesh along which the rules replicate everything, on purpose; may be repeated."
+))  # fmt: skip
 
 
 def add_manners(command: click.Command) -> None:
@@ -78,11 +84,6 @@ def _remember(context: click.Context, option: click.Parameter, value: bool) -> N
         context.call_on_close(lambda: log.setLevel(logging.NOTSET))
         context.call_on_close(lambda: log.removeHandler(handler))
     said[option.name] = value or said.get(option.name, False)
-
-
-memory_option = click.option(
-    "--memory", default="256MiB", show_default=True, help="Maximum memory for buffers."
-)
 
 
 def parse_shape(text: str) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from reshard.text import format_bytes, shorten
+from reshard.text import Report, format_bytes, shorten
 
 if TYPE_CHECKING:
     from reshard.show.terminal import Line
@@ -60,6 +60,11 @@ def say_written(path: str) -> None:
 def print_json(kind: str, data: dict[str, Any]) -> None:
     """Print a report as JSON; its schema comes first, ``reshard.KIND/1`` unless it has another."""
     print(json.dumps({"schema": f"reshard.{kind}/1", **data}, indent=2))
+
+
+def print_report(kind: str, report: Report, as_json: bool) -> None:
+    """Print a report on checkpoints as text or as JSON."""
+    print_json(kind, report.to_dict()) if as_json else print(fitted(str(report)))
 
 
 def fitted(text: str) -> str:

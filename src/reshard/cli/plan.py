@@ -21,6 +21,7 @@ from reshard.cli.options import (
     parse_model_mesh,
     parse_shape,
     parse_side,
+    replicate_option,
     replicated,
     rules_option,
 )
@@ -63,9 +64,7 @@ MODEL_OPTIONS = ("from_rules", "to_rules", "from_fsdp", "to_fsdp", "replicate")
 @rules_option("--to-rules", "Rules for the destination alone.")
 @click.option("--from-fsdp", metavar="AXES", help="Axes that shard dim 0 of the source further.")
 @click.option("--to-fsdp", metavar="AXES", help="Axes that shard dim 0 of the destination further.")
-@click.option("--replicate", multiple=True, metavar="AXIS", help=(
-    "An axis along which the rules replicate everything, on purpose; may be repeated."
-))  # fmt: skip
+@replicate_option
 @click.option("--rank", type=int, help="Print what one rank does, step by step.")
 @click.option("--check", is_flag=True, help="Prove the plan; exit code 1 if it does not hold.")
 @click.option("--html", metavar="FILE", help="Write the plan as a page.")
@@ -280,9 +279,7 @@ def _print_json(move: Plan, rank: int | None, failure: str | None, notes: Sequen
 @model_option("A whole model instead, such as llama-3-8b.")
 @click.option("--from-fsdp", metavar="AXES", help="With --model: axes that shard dim 0 further.")
 @click.option("--to-fsdp", metavar="AXES", help="The same for the destination.")
-@click.option("--replicate", multiple=True, metavar="AXIS", help=(
-    "With --model: an axis of replicas; may be repeated."
-))  # fmt: skip
+@replicate_option
 @click.option("--dtype", help="The dtype; if not given bfloat16, or the model's.")
 @click.option("--memory", help="Maximum staging memory per rank; 256MiB if not given.")
 @click.option(
