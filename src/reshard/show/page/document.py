@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.layout.mesh import format_ranks
 from reshard.show.page.drawings import LOOKS, TEXTURES, Drawing, Table, Tick, palette
+from reshard.show.plan_text import Figure
 from reshard.text import printable, shorten
 
 if TYPE_CHECKING:
@@ -29,18 +30,6 @@ if TYPE_CHECKING:
 
 
 MAX_NAME = 400
-
-
-@dataclass(frozen=True, slots=True)
-class Card:
-    """One large figure."""
-
-    label: str
-    value: str
-    note: str
-    part: float | None = None
-    """How full a bar below the figure is, where there is one."""
-    bad: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +74,7 @@ class Lane:
 class Run:
     """What was measured."""
 
-    cards: Sequence[Card]
+    cards: Sequence[Figure]
     rounds: Sequence[Lane]
     scale: Sequence[Tick]
     note: str
@@ -96,7 +85,7 @@ class Document:
     """All that a page shows."""
 
     headline: str = ""
-    cards: Sequence[Card] = ()
+    cards: Sequence[Figure] = ()
     data: Mapping[str, Any] = field(default_factory=dict)
     """What the script works with."""
     digest: str = ""

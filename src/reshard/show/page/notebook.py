@@ -22,14 +22,13 @@ from reshard.show.page.document import Document, Move, render_fragment
 from reshard.show.page.drawings import Colours, table_of
 from reshard.show.page.plan_page import (
     MAX_GROUPS,
-    cards_of,
     kinds_of,
     legend_of,
     moves_of,
     run_of,
     side_of,
 )
-from reshard.show.plan_text import describe, headline, stack_rows
+from reshard.show.plan_text import describe, figures, headline, stack_rows
 from reshard.show.run_report import RunReport
 from reshard.show.traffic import traffic_matrix
 from reshard.text import format_shape, shorten
@@ -49,7 +48,7 @@ def plan_cell(plan: Plan) -> str:
     matrix = traffic_matrix(plan, MAX_GROUPS)
     document = Document(
         headline(plan, rows),
-        list(cards_of(plan)),
+        list(figures(plan)),
         moves=moves,
         legend=legend_of(colours, moves, len(kinds), len(rows)) if moves else "",
         table=table_of(matrix) if matrix.num_bytes.size else None,
