@@ -16,7 +16,7 @@ from reshard.cli.options import (
     replicated,
     rules_option,
 )
-from reshard.cli.output import byte_meter, code_of, fitted, print_json, print_report, write_page
+from reshard.cli.output import code_of, fitted, print_json, print_report, working, write_page
 from reshard.errors import UnfinishedError
 from reshard.text import Report
 
@@ -151,7 +151,7 @@ def _convert(src: str, dst: str, team: Team, as_json: bool, words: dict[str, Any
 
     names = words.pop("names")
     source_rules, replicate = _replicas(words)
-    with byte_meter("convert", quiet=not team.leads) as progress:
+    with working("convert", quiet=not team.leads) as progress:
         report = run(
             src,
             dst,
@@ -238,7 +238,7 @@ def compare_and_report(verb: str, compare: Callable[..., R], words: Mapping[str,
     as_json = given.pop("as_json")
     sides = [(given["rules"], given["mesh"]), (given["b_rules"], given["b_mesh"])]
     given["rules"], given["b_rules"] = with_replicas(given.pop("replicate"), sides)
-    with byte_meter(verb) as progress:
+    with working(verb) as progress:
         report = compare(given.pop("a"), given.pop("b"), progress=progress, **given)
     print_report(verb, report, as_json)
     return report

@@ -141,22 +141,11 @@ def wants_boxes() -> bool:
 
 
 @contextmanager
-def working(text: str) -> Iterator[None]:
-    """Show on a terminal that a step without other output is under way."""
-    if is_quiet() or not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
+def working(words: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None] | None]:
+    """Show on a terminal that a step is under way; None without a terminal.
 
-    with Console(stderr=True).status(text):
-        yield
-
-
-@contextmanager
-def byte_meter(words: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar of bytes, as a function of bytes done and in all; None without a terminal.
-
-    The bar goes to standard error, so that reports can be piped. Its units are those of reports.
+    What it yields is a function of bytes done and in all, for steps that know them. The bar goes to
+    standard error, so that reports can be piped. Its units are those of reports.
     """
     if quiet or is_quiet() or not sys.stderr.isatty():
         yield None
@@ -167,7 +156,7 @@ def byte_meter(words: str, *, quiet: bool = False) -> Iterator[Callable[[int, in
     columns = (TextColumn(words), BarColumn(), TextColumn("{task.fields[said]}"))
     console = Console(stderr=True)
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
-        task, began = bar.add_task(words, said=""), time.monotonic()
+        task, began = bar.add_task(words, total=None, said=""), time.monotonic()
 
         def show(done: int, total: int) -> None:
             said = progress_text(done, total, time.monotonic() - began)
