@@ -115,7 +115,8 @@ def plan(
         move.save(save)
         say_written(save)
     if as_json:
-        _print_json(move, rank, failure if check else "not asked", notes)
+        proof = {"proof": {"holds": failure is None, "error": failure}} if check else {}
+        _print_json(move, rank, notes, proof)
     else:
         _print(move, rank, notes)
         if check:
@@ -147,10 +148,7 @@ def _tensor(words: Mapping[str, Any]) -> Iterable[dict[str, TensorSpec]]:
     """The specs at the source and at the destination."""
     from reshard.layout.spec import TensorSpec
 
-    for option in MODEL_OPTIONS:
-        if words[option]:
-            name = option.replace("_", "-")
-            raise PlanError(f"--{name} is for --model: with --shape the layouts are given in full")
+    _refuse_model_options(words)
     shape, dtype = parse_shape(words["shape"]), words["dtype"] or "float32"
     dtypes = dtype, words["to_dtype"] or dtype
     layouts = parse_side(words["have"], "--from"), parse_side(words["want"], "--to")
@@ -158,6 +156,13 @@ def _tensor(words: Mapping[str, Any]) -> Iterable[dict[str, TensorSpec]]:
     for layout in layouts:
         layout.dims(shape)
     return [{"tensor": spec} for spec in specs]
+
+
+def _refuse_model_options(words: Mapping[str, Any]) -> None:
+    for option in MODEL_OPTIONS:
+        if words.get(option):
+            name = option.replace("_", "-")
+            raise PlanError(f"--{name} is for --model: with --shape the layouts are given in full")
 
 
 def _model(words: Mapping[str, Any], notes: list[str]) -> Iterable[dict[str, TensorSpec]]:
@@ -234,7 +239,9 @@ def _rank_lines(mine: RankPlan) -> list[str]:
     return lines
 
 
-def _print_json(move: Plan, rank: int | None, failure: str | None, notes: Sequence[str]) -> None:
+def _print_json(
+    move: Plan, rank: int | None, notes: Sequence[str], proof: Mapping[str, Any]
+) -> None:
     from reshard.show.plan_text import reasons
     from reshard.show.traffic import traffic_matrix
 
@@ -250,9 +257,8 @@ def _print_json(move: Plan, rank: int | None, failure: str | None, notes: Sequen
             "destinations": matrix.destinations,
             "bytes": matrix.num_bytes.tolist(),
         },
+        **proof,
     }
-    if failure != "not asked":
-        data["proof"] = {"holds": failure is None, "error": failure}
     if rank is not None:
         data["rank"] = {"rank": rank}
         for kind in STEPS:
@@ -335,10 +341,8 @@ def _values(have: str | None, want: str | None, **given: Any) -> dict[str, str]:
     is_model = given["model"] is not None
     if is_model and given["shape"]:
         raise ArgumentError("give --shape (one tensor) or --model (a whole model), not both")
-    for option in () if is_model else MODEL_OPTIONS:
-        if given.get(option):
-            name = option.replace("_", "-")
-            raise ArgumentError(f"--{name} is for --model: a layout names all its axes")
+    if not is_model:
+        _refuse_model_options(given)
     for side, option, text in (("have", "--from", have), ("want", "--to", want)):
         if text is not None and is_model:
             given[f"{side}_mesh"] = str(parse_model_mesh(text, option))
