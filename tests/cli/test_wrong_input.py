@@ -137,6 +137,7 @@ WRONG_INPUTS = [
     ("show 'x:1 y:1' --mesh 'x=2 y=2' --shape 8192,4096 --json", "33554432 boxes"),
     ("show", "'LAYOUT'"),
     ("demo x", "(x)"),
+    ("demo --no-live --trace x.trace", "leave out --no-live, or --trace"),
     (
         "plan --from 'dp=2 dp -' --to 'tp=2 @ 8-9: - tp' --shape 64,64",
         '--from "dp=2 dp -" has no layout: expected "MESH: LAYOUT"',

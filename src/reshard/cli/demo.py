@@ -24,7 +24,7 @@ import click
 
 from reshard.cli.options import json_option, model_specs
 from reshard.cli.output import fitted, print_json, terminal_width, wants_boxes, working
-from reshard.errors import LiveError
+from reshard.errors import ArgumentError, LiveError
 from reshard.text import align, format_bytes
 
 if TYPE_CHECKING:
@@ -79,6 +79,9 @@ def demo(model: str, live: bool, trace: str | None, as_json: bool) -> int:
     The checkpoint is made in a temporary folder, and removed.
     """
     from reshard.rules.models import preset
+
+    if trace is not None and not live:
+        raise ArgumentError("--trace writes the live run: leave out --no-live, or --trace")
 
     def say(text: str) -> None:
         if not as_json:
