@@ -189,12 +189,13 @@ class TestAModelInABrowser:
         tab.until("document.querySelectorAll('.wrong').length === 0")
         tab.until(f"{headline}.includes('to mesh dp=2 tp=2 @ 8-11')")
         command = tab.run("document.querySelector('footer code').textContent")
-        assert command.startswith("reshard plan --memory 256MiB --model llama-3.2-1b --from")
-        assert command.endswith("--replicate dp")
-        assert "--from-fsdp dp" in command
-        tab.type(field("have_fsdp"), "pp")
+        assert command == (
+            "reshard plan --model llama-3.2-1b --from-fsdp dp --memory 256MiB "
+            "--from 'dp=2 tp=4' --to 'dp=2 tp=2 @ 8-11' --replicate dp"
+        )
+        tab.type(field("from_fsdp"), "pp")
         assert '"pp"' in error_of(tab, "have_mesh")
-        tab.type(field("have_fsdp"), "")  # now replicas along dp on both sides
+        tab.type(field("from_fsdp"), "")  # now replicas along dp on both sides
         tab.until("!document.querySelector('footer code').textContent.includes('--from-fsdp')")
 
     def test_a_model_that_is_unknown_or_a_path(self, tab: Tab) -> None:

@@ -6,6 +6,7 @@ Shapes, sides of a move, models, rules, ranks.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -84,6 +85,19 @@ def _remember(context: click.Context, option: click.Parameter, value: bool) -> N
         context.call_on_close(lambda: log.setLevel(logging.NOTSET))
         context.call_on_close(lambda: log.removeHandler(handler))
     said[option.name] = value or said.get(option.name, False)
+
+
+def command_of(verb: str, given: Mapping[str, str | Sequence[str] | None]) -> str:
+    """A command with the options that are given; a sequence is an option that is repeated.
+
+    >>> command_of("plan", {"from_fsdp": "dp", "shape": None, "replicate": ["ep", "cp"]})
+    'reshard plan --from-fsdp dp --replicate ep --replicate cp'
+    """
+    words = ["reshard", verb]
+    for name, value in given.items():
+        for one in [value] if isinstance(value, str) else value or ():
+            words += [f"--{name.replace('_', '-')}", one] if one else []
+    return shlex.join(words)
 
 
 def parse_shape(text: str) -> tuple[int, ...]:

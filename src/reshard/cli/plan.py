@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard.cli.options import (
+    command_of,
     json_option,
     model_config,
     model_option,
@@ -187,14 +187,12 @@ def _write_page(
     from reshard.show.page.document import Footer
     from reshard.show.run_report import RunReport
 
-    words = ["--from", given["have"], "--to", given["want"]]
-    for option in ("shape", "model", "from_fsdp", "to_fsdp"):
-        words += [f"--{option.replace('_', '-')}", given[option]] if given[option] else []
-    words += [word for axis in given["replicate"] for word in ("--replicate", axis)]
+    words = {"from": given["have"], "to": given["want"]}
+    words |= {name: given[name] for name in ("shape", "model", "from_fsdp", "to_fsdp", "replicate")}
     # The explorer has the models and rules that are shipped, and no files.
     is_file = given["model"] is not None and Path(given["model"]).exists()
     is_known = not (given["from_rules"] or given["to_rules"] or is_file)
-    explore = shlex.join(["reshard", "explore", *words]) if is_known else None
+    explore = command_of("explore", words) if is_known else None
     arguments = click.get_current_context().meta.get("reshard.arguments", ["plan"])
     footer = Footer.of_command(arguments, given["model"], explore)
     runs = [RunReport.load(report) for report in reports]
@@ -349,7 +347,6 @@ def _values(have: str | None, want: str | None, **given: Any) -> dict[str, str]:
         elif text is not None:
             parse_side(text, option)
             given[f"{side}_mesh"], _, given[f"{side}_layout"] = map(str.strip, text.partition(":"))
-    given |= {"have_fsdp": given["from_fsdp"], "want_fsdp": given["to_fsdp"]}
     given["replicate"] = " ".join(given["replicate"])
     defaults = MODEL_DEFAULTS if is_model else DEFAULTS
     return {name: given.get(name) or value for name, value in defaults.items()}
