@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
@@ -327,6 +328,27 @@ def test_a_full_disk_under_the_report_is_one_line_and_code_2() -> None:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.stderr == "reshard: standard output: No space left on device\n"
     assert done.returncode == 2
+
+
+def test_what_may_not_be_read_says_what_to_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may read everything, so the refusal is made up."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path))
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert run(["inspect", str(tmp_path)]) == 2
+    said = f"reshard: {tmp_path} cannot be listed: Permission denied: check its permissions\n"
+    assert capsys.readouterr().err == said
+    monkeypatch.setattr(Path, "write_text", refuse)
+    sides = ["--from", "dp=2: dp -", "--to", "tp=2: - tp"]
+    assert run(["plan", "--shape", "8,8", *sides, "--html", str(tmp_path / "x.html")]) == 2
+    said = (
+        f"reshard: {tmp_path}: Permission denied: check its permissions, or choose another place\n"
+    )
+    assert capsys.readouterr().err == said
 
 
 def test_paths_that_are_no_utf8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,6 +85,12 @@ WRONG_INPUTS = [
     ("convert hf out --format safetensors", "'full', 'sharded', 'distcp', 'ranks'"),
     ("convert hf out --dtype int8", "use float32, bfloat16, float16"),
     ("convert hf hf --overwrite", "choose a destination outside of the source"),
+    ("convert hf out --drop '*zz*'", "matches no tensor: leave it out of --drop\n"),
+    (
+        "convert hf out --mesh tp=2 --layout 'lm_head.weight=tp -'",
+        ": add it to layouts (--layout NAME=LAYOUT), or give --rules\n",
+    ),
+    (f"plan {MOVE} --topology hf", "hf cannot be read: Is a directory: expected a TOML file"),
     ("diff hf", "For example: reshard diff ckpt-1000 ckpt-2000"),
     ("index hf", "For example: reshard index src -o index"),
     ("plann", "Did you mean 'plan'? Try reshard --help"),
