@@ -149,8 +149,9 @@ def _convert(src: str, dst: str, team: Team, as_json: bool, words: dict[str, Any
     from reshard.checkpoint.conversion.stages import convert as run
     from reshard.planning.names import read_names
 
-    names = words.pop("names")
-    source_rules, replicate = _replicas(words)
+    names, rules, mesh = words.pop("names"), words.pop("from_rules"), words.pop("from_mesh")
+    sides = (mesh if rules else None, None), (words["mesh"], words["fsdp"])
+    for_source, replicate = replicated(words.pop("replicate"), sides)
     with working("convert", quiet=not team.leads) as progress:
         report = run(
             src,
@@ -158,8 +159,8 @@ def _convert(src: str, dst: str, team: Team, as_json: bool, words: dict[str, Any
             layouts=dict(map(_layout, words.pop("layouts"))),
             replicate=replicate,
             names=None if names is None else read_names(names),
-            source_rules=source_rules,
-            source_mesh=words.pop("from_mesh"),
+            source_rules=loaded(rules, for_source),
+            source_mesh=mesh,
             compare_replicas=words.pop("compare"),
             progress=progress,
             team=team,
@@ -168,20 +169,6 @@ def _convert(src: str, dst: str, team: Team, as_json: bool, words: dict[str, Any
     if team.leads:
         print_report("convert", report, as_json)
     return 0
-
-
-def _replicas(words: dict[str, Any]) -> tuple[Rules | str | None, str | None]:
-    """The rules of the source with the axes of ``--replicate`` that its mesh has, and those of the
-    destination."""
-    axes, rules, mesh = words.pop("replicate"), words.pop("from_rules"), words["from_mesh"]
-    if not axes or not rules or not mesh:
-        return rules, " ".join(axes) or None
-    from reshard.layout.mesh import Mesh
-    from reshard.rules import Rules
-
-    wanted = None if words["mesh"] is None else Mesh.parse(words["mesh"])
-    source, target = replicated(axes, [(Mesh.parse(mesh), None), (wanted, words["fsdp"])])
-    return Rules.load(rules, replicate=source), target
 
 
 def _layout(text: str) -> tuple[str, str]:
@@ -219,17 +206,17 @@ def with_replicas(
     axes: Sequence[str], sides: Sequence[tuple[str | None, str | None]]
 ) -> list[Rules | str | None]:
     """The rules of each side, given with its mesh, with the axes of ``--replicate``."""
-    if not axes:
-        return [rules for rules, _ in sides]
-    from reshard.layout.mesh import Mesh
+    copies = replicated(axes, [(mesh if rules else None, None) for rules, mesh in sides])
+    return [loaded(rules, mine) for (rules, _), mine in zip(sides, copies, strict=True)]
+
+
+def loaded(rules: str | None, replicate: str | None) -> Rules | str | None:
+    """Rules as they are given, or loaded with axes to replicate along."""
+    if rules is None or replicate is None:
+        return rules
     from reshard.rules import Rules
 
-    meshes = [Mesh.parse(mesh) if mesh and rules else None for rules, mesh in sides]
-    copies = replicated(axes, [(mesh, None) for mesh in meshes])
-    return [
-        rules if axes is None or rules is None else Rules.load(rules, replicate=axes)
-        for (rules, _), axes in zip(sides, copies, strict=True)
-    ]
+    return Rules.load(rules, replicate=replicate)
 
 
 def compare_and_report(verb: str, compare: Callable[..., R], words: Mapping[str, Any]) -> R:

@@ -211,20 +211,27 @@ def parse_model_mesh(text: str, option: str) -> Mesh:
 
 
 def replicated(
-    axes: Sequence[str], sides: Sequence[tuple[Mesh | None, str | None]]
+    axes: Sequence[str], sides: Sequence[tuple[Mesh | str | None, str | None]]
 ) -> list[str | None]:
     """The axes of ``--replicate`` for each side of a request, given as a mesh and its FSDP axes.
 
-    >>> from reshard.layout.mesh import Mesh
-    >>> replicated(["dp"], [(Mesh(dp=2, tp=4), "dp"), (Mesh(dp=2), None), (None, None)])
+    >>> replicated(["dp"], [("dp=2 tp=4", "dp"), ("dp=2", None), (None, None)])
     [None, 'dp', None]
     """
+    if not axes:
+        return [None for _ in sides]
+    from reshard.layout.mesh import Mesh
+
+    meshes = [Mesh.parse(mesh) if isinstance(mesh, str) else mesh for mesh, _ in sides]
     free = [
         [axis for axis in (mesh.axes if mesh else ()) if axis not in (fsdp or "").split()]
-        for mesh, fsdp in sides
+        for mesh, (_, fsdp) in zip(meshes, sides, strict=True)
     ]
     for axis in axes:
         if not any(axis in one for one in free):
             known = ", ".join(dict.fromkeys(name for one in free for name in one)) or "no axis"
-            raise PlanError(f'--replicate "{axis}": the meshes have {known} to replicate along')
+            raise PlanError(
+                f'--replicate "{axis}": the meshes have {known} to replicate along: give a mesh '
+                "that has it (with rules, for per-rank files), and leave it out of the FSDP axes"
+            )
     return [" ".join(axis for axis in axes if axis in one) or None for one in free]
