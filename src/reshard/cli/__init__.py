@@ -142,19 +142,16 @@ def _invoke(arguments: list[str]) -> int:
 
 def _example(error: click.ClickException, arguments: Sequence[str]) -> str:
     """What to type instead: the first example of the command's help, or how to get the help."""
-    match error:
-        case click.MissingParameter(ctx=click.Context(command=command)) if (
-            example := _EXAMPLE.search(command.help or "")
-        ):
-            return f" For example: {example[1]}"
-        case click.BadOptionUsage(ctx=None):  # click does not say of which command
-            path = " ".join(["reshard", *(word for word in arguments[:1] if word in cli.commands)])
-        case click.BadParameter() | click.UsageError(ctx=None):
-            return ""
-        case click.UsageError(ctx=click.Context(command_path=path)):
-            pass
-        case _:
-            return ""
+    if not isinstance(error, click.UsageError):
+        return ""
+    if isinstance(error, click.BadParameter):  # it says what the value has to be, if there is one
+        help = error.ctx.command.help if error.ctx else None
+        example = _EXAMPLE.search(help or "")
+        is_missing = isinstance(error, click.MissingParameter)
+        return f" For example: {example[1]}" if is_missing and example else ""
+    # click does not say of which command an option is that lacks its value.
+    named = [word for word in arguments[:1] if word in cli.commands]
+    path = error.ctx.command_path if error.ctx else " ".join(["reshard", *named])
     is_split = "unexpected extra" in error.message
     quotes = ": a text with spaces needs quotes." if is_split else ""
     return f"{quotes} Try {path} --help."
