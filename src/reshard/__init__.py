@@ -75,7 +75,13 @@ _HOMES = {
 _PACKAGES = ("checkpoint", "nn", "rules", "sharded")
 """Packages of users, which load when first named, as `rs.checkpoint` does."""
 
-__all__ = [*_HOMES, *errors.__all__]
+# Written out: of a computed list type checkers know nothing in `from reshard import *`.
+__all__ = [
+    "Box", "Layout", "Mesh", "Plan", "Rules", "RunReport", "SimulationReport", "Summary",
+    "TensorSpec", "Topology", "backward", "check", "describe", "exchange", "flat_bucket", "join",
+    "layout_of", "move", "plan", "simulate", "stack", "take",
+]  # fmt: skip
+__all__ += errors.__all__
 
 
 _MOVED = {"models": "rules.models"}
