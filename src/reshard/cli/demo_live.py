@@ -1,10 +1,9 @@
 """The live part of ``reshard demo``: one process per rank, on this machine.
 
-    demo ----> fork server, imports torch ----> one forked process per rank
+    demo ----> host process, imports torch ----> one forked process per rank
 
-The demo itself never imports torch. Python's fork server imports it once and forks the ranks, so
-that twelve of them start as fast as one. It ends when the demo does, however that happens, and the
-kernel kills the ranks when it ends.
+The demo itself never imports torch. The host imports it once and forks the ranks, so that twelve of
+them start as fast as one. Each process is killed by the kernel when the one that started it dies.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
@@ -45,8 +43,6 @@ ENVIRONMENT = {
 }
 """Many ranks share few cores, a process with threads is not safe to fork, and torch would warn when
 the rank that serves a store ends before the others."""
-PRELOADED = ["reshard.cli.demo_live", "reshard.live.api"]
-"""What the fork server imports before it forks a rank; the second imports torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,30 +95,32 @@ class LiveRun:
 def move_live(plan: Plan, given: Arrays, expected: Arrays) -> LiveRun:
     """Start a process per rank, move the given arrays live, and compare with the expected ones."""
     began = time.perf_counter()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    processes, pipes = [], dict[Connection, int]()
-    # The folder is made and removed here: ranks are killed, and could not clean up.
-    with tempfile.TemporaryDirectory(prefix="reshard-demo-") as folder:
+    context = multiprocessing.get_context("spawn")
+    pipe, far = context.Pipe()
+    # Made and removed here: the host is killed, and could not clean up.
+    folder = tempfile.TemporaryDirectory(prefix="reshard-demo-")
+    arguments = (far, f"file://{folder.name}/store", plan, given, expected)
+    host = context.Process(target=_host, args=arguments, name="reshard-demo")
+    missing = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
+    os.environ.update(missing)
+    try:
+        # The host inherits the mask: Ctrl-C is for the demo, which then ends its processes. One
+        # that comes meanwhile is not lost: it is raised when the signal is let through again.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            with _as_ranks_need_it():
-                for rank in plan.ranks:
-                    pipe, far = context.Pipe(duplex=False)
-                    arrays = given.get(rank, {}), expected.get(rank, {})
-                    arguments = (rank, f"file://{folder}/store", plan, *arrays, far)
-                    process = context.Process(target=_rank, args=arguments)
-                    process.start()
-                    processes.append(process)
-                    far.close()
-                    pipes[pipe] = rank
-            answers = dict(_answers(pipes))
-            for process in processes:  # a rank ends when all have answered
-                process.join(ANSWER_WITHIN)
+            host.start()
         finally:
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.join()
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        far.close()
+        answers = dict(_answer(pipe, host.sentinel) for _ in plan.ranks)
+    finally:
+        for name in missing:
+            del os.environ[name]
+        if host.pid is not None:
+            host.kill()
+            host.join()
+        pipe.close()
+        folder.cleanup()
     reports = tuple(zip(*(answers[rank][0] for rank in plan.ranks), strict=True))
     equal = all(equal for _, equal, _ in answers.values())
     started = max(0.0, *(at - began for _, _, at in answers.values()))
@@ -130,43 +128,37 @@ def move_live(plan: Plan, given: Arrays, expected: Arrays) -> LiveRun:
     return LiveRun(stated.wire_bytes, stated.num_messages, reports, equal, started)
 
 
-@contextmanager
-def _as_ranks_need_it() -> Iterator[None]:
-    """Give processes that start meanwhile their environment, and let them not hear Ctrl-C.
-
-    Ctrl-C is for the demo, which then ends its ranks. One that comes meanwhile is not lost: it is
-    raised at the end.
-    """
-    missing = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
-    os.environ.update(missing)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _answer(pipe: Connection, host: int) -> tuple[int, tuple[list[RunReport], bool, float]]:
+    """The next rank's outcome: its reports, whether its arrays are right, when it was connected."""
+    if not wait([pipe, host], ANSWER_WITHIN):
+        raise LiveError(f"a rank of the demo did not answer within {ANSWER_WITHIN:g} s")
     try:
-        yield
-    finally:
-        for name in missing:
-            del os.environ[name]
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        rank, outcome = pipe.recv()
+    except EOFError:
+        raise LiveError("the processes of the demo ended without an answer") from None
+    if isinstance(outcome, str):
+        raise LiveError(f"rank {rank} of the demo failed: {outcome}")
+    return rank, outcome
 
 
-Answer = tuple[list[RunReport], bool, float]
-"""The reports of a rank, whether its arrays are right, and when it was connected."""
+def _host(pipe: Connection, address: str, plan: Plan, given: Arrays, expected: Arrays) -> None:
+    """Import torch, fork one process per rank, and live until the demo ends this process."""
+    _die_with_parent()
+    from reshard.live import api  # noqa: F401 - imported once, before the ranks are forked
 
-
-def _answers(pipes: dict[Connection, int]) -> Iterator[tuple[int, Answer]]:
-    """The answer of every rank, given by its pipe, in the order in which they come."""
-    while pipes:
-        arrived = wait(pipes, ANSWER_WITHIN)
-        if not arrived:
-            raise LiveError(f"a rank of the demo did not answer within {ANSWER_WITHIN:g} s")
-        for pipe in [one for one in pipes if one in arrived]:
-            rank = pipes.pop(pipe)
-            try:
-                outcome = pipe.recv()
-            except EOFError:
-                raise LiveError(f"rank {rank} of the demo ended without an answer") from None
-            if isinstance(outcome, str):
-                raise LiveError(f"rank {rank} of the demo failed: {outcome}")
-            yield rank, outcome
+    context = multiprocessing.get_context("fork")
+    lock = context.Lock()
+    ranks = [
+        context.Process(
+            target=_rank,
+            args=(rank, address, plan, given.get(rank, {}), expected.get(rank, {}), pipe, lock),
+        )
+        for rank in plan.ranks
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
 
 
 def _rank(
@@ -176,9 +168,10 @@ def _rank(
     given: Mapping[str, np.ndarray[Any, Any]],
     expected: Mapping[str, np.ndarray[Any, Any]],
     pipe: Connection,
+    lock: Any,
 ) -> None:
     """Join the other ranks, move, compare and answer."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _die_with_parent()
     import torch
     import torch.distributed as dist
 
@@ -204,7 +197,12 @@ def _rank(
         if os.environ.get("RESHARD_TRACEBACK"):
             traceback.print_exc()
         outcome = f"{type(error).__name__}: {error}"
-    pipe.send(outcome)
+    with lock:
+        pipe.send((rank, outcome))
     if dist.is_initialized() and not isinstance(outcome, str):
         dist.barrier()  # the lowest rank serves the store of the session
     os._exit(0)
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
