@@ -75,6 +75,7 @@ _HOMES = {
 _PACKAGES = ("checkpoint", "nn", "rules", "sharded")
 """Packages of users, which load when first named, as `rs.checkpoint` does."""
 
+# Written out: of a computed list type checkers know nothing in `from reshard import *`.
 __all__ = [
     "Box", "Layout", "Mesh", "Plan", "Rules", "RunReport", "SimulationReport", "Summary",
     "TensorSpec", "Topology", "backward", "check", "describe", "exchange", "flat_bucket", "join",

@@ -1,4 +1,4 @@
-"""What a newcomer does: the ten tasks of the first day, and 40 wrong inputs with their answers.
+"""What a newcomer does: the ten tasks of the first day, and wrong calls with their answers.
 
 `TASKS` names the test of each; what documents show runs with the documents.
 """
@@ -18,13 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 import reshard as rs
-from reshard.cli import run
-from reshard.rules import models
 from tests.docs.snippets import FENCE
 from tests.soak import within
 
@@ -32,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENT = "tests/docs/test_snippets.py::test_document[{}]"
 ON_RANKS = "tests/docs/test_on_ranks.py::test_document_on_ranks[{}]"
 BROWSER, HERE = "tests/show/test_page_in_browser.py", "tests/cli/test_newcomer.py"
+WRONG = "tests/cli/test_wrong_input.py"
 TASKS = {
     "show a layout": (DOCUMENT.format("docs/quickstart.md"), "$ reshard show"),
     "plan Llama-3-8B from FSDP over 16 to TP-8 x DP-2, open the page": (
@@ -49,70 +46,11 @@ TASKS = {
     "port a _shard script": (ON_RANKS.format("docs/how-to/from-shard.md"), "from reshard.compat"),
     "input_reshard": (ON_RANKS.format("docs/how-to/activation-memory.md"), "input_reshard(block"),
     "HF folder into a sharded model": (ON_RANKS.format("README.md"), 'rs.checkpoint.load("hf"'),
-    "wrong inputs": (f"{HERE}::test_a_wrong_input_is_answered_with_what_to_type", "WRONG_INPUTS"),
+    "wrong inputs": (f"{WRONG}::test_a_wrong_input_is_answered_with_what_to_type", "WRONG_INPUTS"),
     "completion in bash and zsh": (f"{HERE}::test_the_tab_key_completes_in_a_real_shell", "zsh"),
     "a new model family": (f"{HERE}::test_a_new_model_family_by_the_documents", "toy-7b"),
 }
 """The test of each task, and a text that it must contain: in a block that it runs, or in itself."""
-CONFIG = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 128,
-    "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4,
-}  # fmt: skip
-
-SHAPE, MOVE = "--shape 8,8", "--from 'dp=2: dp -' --to 'tp=2: - tp' --shape 8,8"
-WRONG_INPUTS = [
-    # (what is typed, what the answer says to type)
-    (f"show 'dp tp' --mesh 'dp2 tp4' {SHAPE}", "name=size, such as tp=4"),
-    (f"show 'tp -' --mesh tp:4 {SHAPE}", "name=size, such as tp=4"),
-    (f"show 'tp, -' --mesh tp=4 {SHAPE}", 'write "tp -"'),
-    (f"show '[tp, None]' --mesh tp=4 {SHAPE}", 'write "tp -"'),
-    (f"show \"P('tp', None)\" --mesh tp=4 {SHAPE}", 'write "tp -"'),
-    (f"show 'tp None' --mesh tp=4 {SHAPE}", 'write "tp -"'),
-    (f"show 'Shard(0)' --mesh tp=4 {SHAPE}", 'it is "tp ..."'),
-    (f"show 'dp=2 tp=2: Shard(0), Shard(0)' {SHAPE}", 'it is "(dp tp) ..."'),
-    (f"show 'dp=2 tp=2: [Replicate(), Shard(1)]' {SHAPE}", 'it is "- tp ..."'),
-    (f"show 'dp=2: Partial()' {SHAPE}", 'it is "... | sum dp"'),
-    (f"show tp --mesh tp=4 {SHAPE}", 'write one word per dim, or "..."'),
-    (f"show 'tp=4 tp -' {SHAPE}", '"tp=2: - tp"'),
-    (f"show 'tp=4: TP -' {SHAPE}", "mesh tp=4 has tp: use one of these"),
-    ("show 'tp=4: tp -'", 'reshard show "tp=4: tp -" --shape 8192,4096'),
-    ("show 'tp=4: tp -' --shape '8 8'", "numbers such as 8192,4096"),
-    ("show 'tp=4: tp -' --shape 8K,4K", "numbers such as 8192,4096"),
-    (f"show 'tp=4: tp -' {SHAPE} --rank 7", "its ranks are 0-3"),
-    ("show --model llama-3-8b", '--mesh "tp=4"'),
-    ("show --model llama-3-8b --mesh tp=4 lm_head", "try lm_head.weight"),
-    (f"plan --from dp=2 --to tp=2 {SHAPE}", '"MESH: LAYOUT", such as "tp=2: - tp"'),
-    (f"plan --from 'dp=2: dp -' {SHAPE}", "For example: reshard plan --shape 8192,4096 --from"),
-    (f"plan --from 'Shard(0)' --to 'tp=2: - tp' {SHAPE}", 'as in "tp=2: - tp"'),
-    ("plan --from 'dp=2: dp -' --to 'tp=2: - tp'", "give --shape (one tensor) or --model"),
-    ("plan --model llama3-8b --from tp=8 --to tp=4", "try llama-3-8b"),
-    ("plan --model meta-llama/Meta-Llama-3-8B --from tp=8 --to tp=4", "try llama-3-8b"),
-    ("plan --model llama-3-8b --from fsdp=16 --to tp=8", "--from-fsdp or --to-fsdp"),
-    ("plan --model llama-3-8b --from 'tp=8: tp -' --to tp=4", 'give the mesh alone, "tp=8"'),
-    (f"plan {MOVE} --memory '256 megabytes'", 'write 4096, "256MiB" or "1GB"'),
-    (f"plan {MOVE} --memory 1", "the smallest that works is 4 bytes; raise --memory"),
-    (f"plan {MOVE} --dtype float12", "use one of bool uint8 int8"),
-    (f"plan {MOVE} --rank 99", "its ranks are 0-1"),
-    (f"plan {MOVE} --save x.pdf", ".html, .json or .trace"),
-    ("inspect", "For example: reshard inspect ckpt"),
-    ("inspect nowhere", "check the path"),
-    ("inspect empty", "no .safetensors, .metadata with .distcp, .pt"),
-    ("convert hf", "For example: reshard convert ckpt out --mesh"),
-    ("convert hf tp4 --mesh tp=2", "choose another target, or give --overwrite;"),
-    ("convert plain out --mesh tp=4", "give --rules with a family such as llama"),
-    ("convert hf out --mesh tp=4 --rules llamas", 'try "llama"'),
-    ("convert hf out --mesh tp=4 --layout 'tp -'", 'NAME=LAYOUT, such as "*=tp ..."'),
-    ("convert hf out --mesh tp=4 --layout 'nope=tp -'", 'such as "lm_head.weight"'),
-    ("convert hf out --layout '*=tp ...'", "give --mesh"),
-    ("convert hf out --mesh dp=2", "cut dim 0 by it (--fsdp dp"),
-    ("convert hf out --format safetensors", "'full', 'sharded', 'distcp', 'ranks'"),
-    ("convert hf out --dtype int8", "use float32, bfloat16, float16"),
-    ("convert hf hf --overwrite", "choose a destination outside of the source"),
-    ("diff hf", "For example: reshard diff ckpt-1000 ckpt-2000"),
-    ("index hf", "For example: reshard index src -o index"),
-    ("plann", "Did you mean 'plan'?"),
-    ("--jsn", "Try reshard --help"),
-]
 
 
 class Shard:
@@ -138,23 +76,6 @@ WRONG_CALLS: list[tuple[Callable[[], object], str]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("newcomer")
-    shapes = {name: shape for name, (shape, _) in models.tensors(CONFIG).items()}
-    for name in ("hf", "plain", "empty"):
-        (folder / name).mkdir()
-    (folder / "hf/config.json").write_text(json.dumps(CONFIG))
-    for name in ("hf", "plain"):
-        save_file(
-            {key: np.ones(shape, "float16") for key, shape in shapes.items()},
-            folder / name / "model.safetensors",
-        )
-    (folder / "tp4").mkdir()
-    shutil.copy(folder / "hf/model.safetensors", folder / "tp4")
-    return folder
-
-
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_has_a_test(task: str) -> None:
     """The test exists, and runs what the task names."""
@@ -174,29 +95,6 @@ def test_there_are_ten_tasks() -> None:
     assert len(TASKS) == 10
 
 
-@pytest.mark.parametrize(("typed", "answer"), WRONG_INPUTS, ids=range(len(WRONG_INPUTS)))
-def test_a_wrong_input_is_answered_with_what_to_type(
-    typed: str,
-    answer: str,
-    files: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    import shlex
-
-    monkeypatch.chdir(files)
-    assert run(shlex.split(typed)) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.count("\n") == 1
-    assert answer in said.err
-    assert not re.search(r"internal error|Traceback|[\w]+=\)", said.err)
-
-
-def test_there_are_forty() -> None:
-    assert len({typed for typed, _ in WRONG_INPUTS}) >= 40
-
-
 @pytest.mark.parametrize(("call", "answer"), WRONG_CALLS, ids=range(len(WRONG_CALLS)))
 def test_a_wrong_call_is_answered_with_what_to_type(
     call: Callable[[], object], answer: str
@@ -205,18 +103,6 @@ def test_a_wrong_call_is_answered_with_what_to_type(
         call()
     assert answer in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_the_page_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "plan.html"
-    sides = ["--from", "dp=16", "--from-fsdp", "dp", "--to", "dp=2 tp=8 @ 16-31"]
-    words = ["plan", "--model", "llama-3-8b", *sides, "--replicate", "dp", "--html", str(page)]
-    assert run(words) == 0
-    assert capsys.readouterr().err == f"wrote {page}\n"
-    text = page.read_text()
-    assert text.startswith("<!doctype html>")
-    assert "lm_head.weight" in text
-    assert not re.search(r"""(src|href)=["']?https?:""", text)
 
 
 @pytest.fixture
@@ -289,28 +175,6 @@ def test_the_tab_key_completes_in_a_real_shell(
         assert "error" not in said
     finally:
         shell.close()
-
-
-@pytest.mark.parametrize(
-    ("shell", "words", "answer"),
-    [
-        ("bash", "reshard con", "plain,convert"),
-        ("zsh", "reshard con", "plain\nconvert"),
-        ("bash", "reshard plan --model llama-3-8", "plain,llama-3-8b"),
-    ],
-)
-def test_what_a_completion_script_is_told(
-    shell: str, words: str, answer: str, on_path: dict[str, str]
-) -> None:
-    """Where no shell is installed: what the scripts get from the command."""
-    at = str(len(words.split()) - 1)
-    env = on_path | {
-        "COMP_WORDS": words,
-        "COMP_CWORD": at,
-        "_RESHARD_COMPLETE": f"{shell}_complete",
-    }
-    done = subprocess.run(["reshard"], env=env, capture_output=True, text=True)
-    assert done.stdout.startswith(answer)
 
 
 def test_a_new_model_family_by_the_documents(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -111,11 +111,13 @@ def running(*command: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def is_empty(session: int) -> bool:
-    try:
-        os.killpg(session, 0)
-    except ProcessLookupError:
-        return True
-    return False
+    """Whether all processes have ended; one that no parent has waited for has ended too."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, _, its_session, *_ = path.read_text().rpartition(")")[2].split()
+            if int(its_session) == session and state != "Z":
+                return False
+    return True
 
 
 def wait_until_empty(session: int) -> None:
@@ -163,6 +165,17 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
         _, errors = process.communicate(timeout=SECONDS)
     assert errors.count("Traceback") == 1, errors
     assert errors.endswith("KeyboardInterrupt\n")
+
+
+def test_a_killed_demo_leaves_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "moves.py"
+    script.write_text(SMALL_MOVES + FOR_EVER)
+    with running(sys.executable, str(script)) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "moved\n"
+        time.sleep(1.0)  # in the middle of the next move
+        process.kill()
+        process.wait()
 
 
 def test_an_interrupt_while_processes_start_is_heard(tmp_path: Path) -> None:

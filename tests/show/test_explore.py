@@ -10,8 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -187,12 +189,13 @@ class TestAModelInABrowser:
         tab.until("document.querySelectorAll('.wrong').length === 0")
         tab.until(f"{headline}.includes('to mesh dp=2 tp=2 @ 8-11')")
         command = tab.run("document.querySelector('footer code').textContent")
-        assert command.startswith("reshard plan --memory 256MiB --model llama-3.2-1b --from")
-        assert command.endswith("--replicate dp")
-        assert "--from-fsdp dp" in command
-        tab.type(field("have_fsdp"), "pp")
+        assert command == (
+            "reshard plan --model llama-3.2-1b --from-fsdp dp --memory 256MiB "
+            "--from 'dp=2 tp=4' --to 'dp=2 tp=2 @ 8-11' --replicate dp"
+        )
+        tab.type(field("from_fsdp"), "pp")
         assert '"pp"' in error_of(tab, "have_mesh")
-        tab.type(field("have_fsdp"), "")  # now replicas along dp on both sides
+        tab.type(field("from_fsdp"), "")  # now replicas along dp on both sides
         tab.until("!document.querySelector('footer code').textContent.includes('--from-fsdp')")
 
     def test_a_model_that_is_unknown_or_a_path(self, tab: Tab) -> None:
@@ -342,6 +345,30 @@ def test_slow_clients_do_not_stop_others(explorer: Explorer) -> None:
     assert explorer.post(b"{}")[0] == 200
     for line in lines:
         line.close()
+
+
+def test_clients_that_never_end_their_request_are_cut_off(explorer: Explorer) -> None:
+    """More of them than there are processes, each sending a byte before any timeout of a socket."""
+    clients = [socket.create_connection(("127.0.0.1", explorer.port)) for _ in range(20)]
+    ended = threading.Event()
+
+    def drip() -> None:
+        while not ended.wait(1.0):
+            for client in clients:
+                with suppress(OSError):
+                    client.sendall(b"x")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    try:
+        began = time.monotonic()
+        assert explorer.post(b"{}")[0] == 200
+        assert time.monotonic() - began < within(20.0)  # a plan may take 30 s, a request may not
+    finally:
+        ended.set()
+        thread.join()
+        for client in clients:
+            client.close()
 
 
 def test_the_server_is_on_the_loopback_address_alone(explorer: Explorer) -> None:

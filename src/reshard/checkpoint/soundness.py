@@ -91,7 +91,8 @@ class VerifyReport(Report):
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        size = f"{self.num_tensors} tensors, {format_bytes(self.num_bytes)}"
+        tensors = f"{self.num_tensors} tensor{'s' * (self.num_tensors != 1)}"
+        size = f"{tensors}, {format_bytes(self.num_bytes)}"
         if self.ok:
             words = "sound" if len(self.checkpoints) == 1 else "equal, bit by bit"
             yield f"{words}: {size}, digest {self.digest}"

@@ -17,6 +17,7 @@ answer is no, 2 bad usage or input, 3 failed midway, 4 a checkpoint of a kind th
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
@@ -48,6 +49,14 @@ _EXAMPLE = re.compile(r"\x08\n\s*(reshard .*?)(?:  .*)?$", re.MULTILINE)
 _TWICE = re.compile(r"(--([\w-]+)) \(\2=(?:True)?\)")
 """An option that a message names for Python as well."""
 _LAYOUT = re.compile(r"-(\s.*)?\Z", re.DOTALL)
+_ADVICE = {
+    errno.ENOENT: ": check the path and its folder",
+    errno.ENOTDIR: ": a part of the path is a file, and no folder",
+    errno.EISDIR: ": name a file",
+    errno.EACCES: ": check its permissions, or choose another place",
+    errno.EROFS: ": choose another place",
+}
+"""What to try when the system refuses a file."""
 
 
 @click.group(
@@ -114,7 +123,7 @@ def _invoke(arguments: list[str]) -> int:
     except click.exceptions.Exit as done:
         return done.exit_code
     except click.ClickException as error:
-        return _complain(error.format_message() + _example(error))
+        return _complain(error.format_message() + _example(error, arguments))
     except UnsupportedError as error:
         return _complain(str(error), UNSUPPORTED)
     except ReshardError as error:
@@ -124,22 +133,28 @@ def _invoke(arguments: list[str]) -> int:
         raise
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        return _complain(f"{where}{error.strerror or error}")
+        return _complain(f"{where}{error.strerror or error}{_ADVICE.get(error.errno or 0, '')}")
     except Exception as error:
         _trace(error, said)
         what = f"{type(error).__name__}: {str(error)[:MOST_SAID]}"
         return _complain(f"internal error: {what}; please report it, with what {TRACEBACK}=1 shows")
 
 
-def _example(error: click.ClickException) -> str:
+def _example(error: click.ClickException, arguments: Sequence[str]) -> str:
     """What to type instead: the first example of the command's help, or how to get the help."""
-    match error:
-        case click.MissingParameter() | click.NoSuchOption() if (context := error.ctx) is not None:
-            example = _EXAMPLE.search(context.command.help or "")
-            if isinstance(error, click.MissingParameter) and example:
-                return f" For example: {example[1]}"
-            return f" Try {context.command_path} --help."
-    return ""
+    if not isinstance(error, click.UsageError):
+        return ""
+    if isinstance(error, click.BadParameter):  # it says what the value has to be, if there is one
+        help = error.ctx.command.help if error.ctx else None
+        example = _EXAMPLE.search(help or "")
+        is_missing = isinstance(error, click.MissingParameter)
+        return f" For example: {example[1]}" if is_missing and example else ""
+    # click does not say of which command an option is that lacks its value.
+    named = [word for word in arguments[:1] if word in cli.commands]
+    path = error.ctx.command_path if error.ctx else " ".join(["reshard", *named])
+    is_split = "unexpected extra" in error.message
+    quotes = ": a text with spaces needs quotes." if is_split else ""
+    return f"{quotes} Try {path} --help."
 
 
 def _trace(error: Exception, said: dict[str, bool]) -> None:

@@ -9,9 +9,10 @@ from reshard.errors import ReshardError
 from reshard.layout.layout import Layout
 from reshard.show.holdings import num_boxes, two_dims
 from reshard.show.name_patterns import named
-from reshard.show.page.document import Card, Document, Footer, Move, clean, render_page
+from reshard.show.page.document import Document, Footer, Move, clean, render_page
 from reshard.show.page.drawings import Colours
 from reshard.show.page.plan_page import legend_of, side_of
+from reshard.show.plan_text import Figure
 from reshard.text import count, format_bytes, format_shape, shorten
 
 MAX_DRAWN = 12
@@ -76,15 +77,15 @@ def _name(group: Sequence[InspectedTensor]) -> str:
     return named([clean(tensor.name) for tensor in group])
 
 
-def _cards(report: Inspection, size: int, state: str) -> Iterator[Card]:
-    yield Card("Tensors", f"{len(report.tensors):,}", clean(report.format))
-    yield Card("Size", format_bytes(size), "each element once")
+def _cards(report: Inspection, size: int, state: str) -> Iterator[Figure]:
+    yield Figure("Tensors", f"{len(report.tensors):,}", clean(report.format))
+    yield Figure("Size", format_bytes(size), "each element once")
     stored = sum(file.size for file in report.files)
-    yield Card("Files", f"{len(report.files):,}", format_bytes(stored))
+    yield Figure("Files", f"{len(report.files):,}", format_bytes(stored))
     pieces = sum(tensor.num_pieces for tensor in report.tensors)
-    yield Card("Pieces", f"{pieces:,}", "boxes of tensors in files")
+    yield Figure("Pieces", f"{pieces:,}", "boxes of tensors in files")
     problems = len(report.damage) + len(report.unsupported)
-    yield Card("State", state, count(problems, "finding") if problems else "nothing is missing")
+    yield Figure("State", state, count(problems, "finding") if problems else "nothing is missing")
 
 
 def _extra(report: Inspection) -> Iterator[tuple[str, list[str]]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -13,10 +12,11 @@ import click
 from reshard.cli.options import (
     json_option,
     memory_option,
+    replicate_option,
     replicated,
     rules_option,
 )
-from reshard.cli.output import byte_meter, code_of, fitted, print_json, say_written
+from reshard.cli.output import code_of, fitted, print_json, print_report, working, write_page
 from reshard.errors import UnfinishedError
 from reshard.text import Report
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 
 UNFINISHED = 3
-REPLICATE = "An axis of the mesh along which the rules replicate everything, on purpose."
 
 F = TypeVar("F", bound=Callable[..., int])
 R = TypeVar("R", bound=Report)
@@ -37,7 +36,7 @@ R = TypeVar("R", bound=Report)
 @click.option("--tree", is_flag=True, help="The tensors as a tree of their names.")
 @rules_option("--rules", "Rules of per-rank files: a family such as llama, or a TOML file.")
 @click.option("--mesh", help='The mesh of per-rank files, such as "tp=4".')
-@click.option("--replicate", multiple=True, metavar="AXIS", help=REPLICATE)
+@replicate_option
 @click.option("--html", metavar="FILE", help="Write the report as a page that lists every tensor.")
 @json_option
 def inspect(
@@ -68,8 +67,7 @@ def inspect(
         from reshard.show.page.document import Footer
 
         words = click.get_current_context().meta.get("reshard.arguments", ["inspect"])
-        Path(html).write_text(render_stored(report, Footer.of_command(words)), encoding="utf-8")
-        say_written(html)
+        write_page(html, render_stored(report, Footer.of_command(words)))
     if as_json:
         print_json("inspect", report.to_dict())
     else:
@@ -87,10 +85,7 @@ def inspect(
     "matches counts; patterns leave 0-d tensors whole."
 ))  # fmt: skip
 @click.option("--fsdp", metavar="AXES", help="Axes of the mesh that shard dim 0 further (FSDP).")
-@click.option("--replicate", multiple=True, metavar="AXIS", help=(
-    "An axis of either mesh along which the rules replicate everything, on purpose; may be "
-    "repeated."
-))  # fmt: skip
+@replicate_option
 @click.option(
     "--format", type=click.Choice(["full", "sharded", "distcp", "ranks"]),
     help="What to write; sharded if there is a mesh, else full.",
@@ -154,39 +149,26 @@ def _convert(src: str, dst: str, team: Team, as_json: bool, words: dict[str, Any
     from reshard.checkpoint.conversion.stages import convert as run
     from reshard.planning.names import read_names
 
-    names = words.pop("names")
-    source_rules, replicate = _replicas(words)
-    with byte_meter("convert", quiet=not team.leads) as progress:
+    names, rules, mesh = words.pop("names"), words.pop("from_rules"), words.pop("from_mesh")
+    sides = (mesh if rules else None, None), (words["mesh"], words["fsdp"])
+    for_source, replicate = replicated(words.pop("replicate"), sides)
+    with working("convert", quiet=not team.leads) as progress:
         report = run(
             src,
             dst,
             layouts=dict(map(_layout, words.pop("layouts"))),
             replicate=replicate,
             names=None if names is None else read_names(names),
-            source_rules=source_rules,
-            source_mesh=words.pop("from_mesh"),
+            source_rules=loaded(rules, for_source),
+            source_mesh=mesh,
             compare_replicas=words.pop("compare"),
             progress=progress,
             team=team,
             **words,
         )
     if team.leads:
-        print_json("convert", report.to_dict()) if as_json else print(fitted(str(report)))
+        print_report("convert", report, as_json)
     return 0
-
-
-def _replicas(words: dict[str, Any]) -> tuple[Rules | str | None, str | None]:
-    """The rules of the source with the axes of ``--replicate`` that its mesh has, and those of the
-    destination."""
-    axes, rules, mesh = words.pop("replicate"), words.pop("from_rules"), words["from_mesh"]
-    if not axes or not rules or not mesh:
-        return rules, " ".join(axes) or None
-    from reshard.layout.mesh import Mesh
-    from reshard.rules import Rules
-
-    wanted = None if words["mesh"] is None else Mesh.parse(words["mesh"])
-    source, target = replicated(axes, [(Mesh.parse(mesh), None), (wanted, words["fsdp"])])
-    return Rules.load(rules, replicate=source), target
 
 
 def _layout(text: str) -> tuple[str, str]:
@@ -208,7 +190,7 @@ _OPTIONS = (
     click.option("--mesh", help='The mesh of the per-rank files of A, such as "tp=4".'),
     rules_option("--b-rules", "Rules of the per-rank files of B."),
     click.option("--b-mesh", help="The mesh of the per-rank files of B."),
-    click.option("--replicate", multiple=True, metavar="AXIS", help=REPLICATE),
+    replicate_option,
     json_option,
 )
 
@@ -224,17 +206,17 @@ def with_replicas(
     axes: Sequence[str], sides: Sequence[tuple[str | None, str | None]]
 ) -> list[Rules | str | None]:
     """The rules of each side, given with its mesh, with the axes of ``--replicate``."""
-    if not axes:
-        return [rules for rules, _ in sides]
-    from reshard.layout.mesh import Mesh
+    copies = replicated(axes, [(mesh if rules else None, None) for rules, mesh in sides])
+    return [loaded(rules, mine) for (rules, _), mine in zip(sides, copies, strict=True)]
+
+
+def loaded(rules: str | None, replicate: str | None) -> Rules | str | None:
+    """Rules as they are given, or loaded with axes to replicate along."""
+    if rules is None or replicate is None:
+        return rules
     from reshard.rules import Rules
 
-    meshes = [Mesh.parse(mesh) if mesh and rules else None for rules, mesh in sides]
-    copies = replicated(axes, [(mesh, None) for mesh in meshes])
-    return [
-        rules if axes is None or rules is None else Rules.load(rules, replicate=axes)
-        for (rules, _), axes in zip(sides, copies, strict=True)
-    ]
+    return Rules.load(rules, replicate=replicate)
 
 
 def compare_and_report(verb: str, compare: Callable[..., R], words: Mapping[str, Any]) -> R:
@@ -243,9 +225,9 @@ def compare_and_report(verb: str, compare: Callable[..., R], words: Mapping[str,
     as_json = given.pop("as_json")
     sides = [(given["rules"], given["mesh"]), (given["b_rules"], given["b_mesh"])]
     given["rules"], given["b_rules"] = with_replicas(given.pop("replicate"), sides)
-    with byte_meter(verb) as progress:
+    with working(verb) as progress:
         report = compare(given.pop("a"), given.pop("b"), progress=progress, **given)
-    print_json(verb, report.to_dict()) if as_json else print(fitted(str(report)))
+    print_report(verb, report, as_json)
     return report
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,13 +24,12 @@ import click
 
 from reshard.cli.options import json_option, model_specs
 from reshard.cli.output import fitted, print_json, terminal_width, wants_boxes, working
-from reshard.errors import LiveError
+from reshard.errors import ArgumentError, LiveError
 from reshard.text import align, format_bytes
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from reshard.cli.demo_live import LiveRun
     from reshard.layout.spec import TensorSpec
     from reshard.planning.plans import Plan
 
@@ -59,48 +58,12 @@ FILES_SMALLER = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 8, "num
 
 
 @dataclass(frozen=True, slots=True)
-class Simulated:
-    """What the plan of a simulated move states, and what happened."""
+class Part:
+    """One part of the demo: what it prints and its figures, and whether it came out as stated."""
 
-    what: str
-    num_tensors: int
-    stated_wire_bytes: int
-    wire_bytes: int
-    stated_messages: int
-    messages: int
-    stated_peak_bytes: int
-    peak_bytes: int
-    arrays_equal: bool
-    seconds: float
-
-    @property
-    def holds(self) -> bool:
-        """Whether everything came out as stated."""
-        return (
-            self.arrays_equal
-            and self.wire_bytes == self.stated_wire_bytes
-            and self.messages == self.stated_messages
-            and self.peak_bytes <= self.stated_peak_bytes
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Converted:
-    """A checkpoint that was resharded on disk, and whether it still holds the same values."""
-
-    found: str
-    made: str
-    bytes_read: int
-    bytes_written: int
-    amplification: float
-    seconds: float
-    verify_seconds: float
-    equal: bool
-
-    @property
-    def holds(self) -> bool:
-        """Whether all values are the same, and each was read once."""
-        return self.equal and self.amplification <= 1.02
+    text: str
+    figures: dict[str, Any] | None
+    holds: bool
 
 
 @click.command()
@@ -116,6 +79,9 @@ def demo(model: str, live: bool, trace: str | None, as_json: bool) -> int:
     The checkpoint is made in a temporary folder, and removed.
     """
     from reshard.rules.models import preset
+
+    if trace is not None and not live:
+        raise ArgumentError("--trace writes the live run: leave out --no-live, or --trace")
 
     def say(text: str) -> None:
         if not as_json:
@@ -134,30 +100,27 @@ def demo(model: str, live: bool, trace: str | None, as_json: bool) -> int:
         f"Proven in {time.perf_counter() - start:.1f} s: every element of all {len(move.want)} "
         "tensors is written exactly once on every rank that wants it, by a rank that holds it.\n"
     )
-    results = []
+    simulated = []
     for what, small in _simulated_moves(move, model):
         with working(f"simulating {what}"):
-            result, given, arrived = _simulate(what, small)
-        results.append(result)
-        say(_simulated_text(result))
-    with working("starting twelve processes, and moving between them"):
-        ran = _run_live(small, given, arrived, trace) if live else None
-    if ran is not None:
-        say(_live_text(results[-1].what, ran))
+            part, given, arrived = _simulate(what, small)
+        simulated.append(part)
+        say(part.text)
+    ran = Part("", None, True)
+    if live:
+        with working("starting twelve processes, and moving between them"):
+            ran = _run_live(what, small, given, arrived, trace)
+        say(ran.text)
     with working("converting a checkpoint"):
         files = _convert_files()
-    say(_files_text(files))
+    say(files.text)
     say(_picture(move))
     say("\n  ".join(["Try next:", *(line.format(model=model) for line in NEXT)]))
-    # torch is optional: without it nothing is run, and that is fine.
-    live_holds = ran == NO_TORCH if isinstance(ran, str) else ran is None or ran.holds
-    holds = all(result.holds for result in results) and live_holds and files.holds
+    holds = all(part.holds for part in (*simulated, ran, files))
     if as_json:
         figures = {"digest": move.digest, "summary": move.summary().to_dict(), "holds": holds}
-        simulated = [asdict(result) for result in results]
-        moved = {"not_run": ran} if isinstance(ran, str) else ran and ran.to_dict()
-        ended = {"live": moved, "files": asdict(files)}
-        print_json("demo", {**figures, "simulated": simulated, **ended})
+        figures["simulated"] = [part.figures for part in simulated]
+        print_json("demo", {**figures, "live": ran.figures, "files": files.figures})
     return 0 if holds else 1
 
 
@@ -197,7 +160,7 @@ def _picture(move: Plan) -> str:
     return "\n".join(parts)
 
 
-def _simulate(what: str, move: Plan) -> tuple[Simulated, Arrays, Arrays]:
+def _simulate(what: str, move: Plan) -> tuple[Part, Arrays, Arrays]:
     """Simulate a move on random arrays and compare what happened with what was stated.
 
     Also returns the arrays of every rank, before and after.
@@ -219,11 +182,28 @@ def _simulate(what: str, move: Plan) -> tuple[Simulated, Arrays, Arrays]:
         for name, array in arrays.items()
     )
     stated, peak = move.summary(), max(report.peak_bytes.values())
-    result = Simulated(
-        what, len(move.want), stated.wire_bytes, report.wire_bytes, stated.num_messages,
-        report.num_messages, stated.peak_bytes, peak, equal, time.perf_counter() - start,
-    )  # fmt: skip
-    return result, given, arrived
+    figures = {
+        "what": what,
+        "num_tensors": len(move.want),
+        "stated_wire_bytes": stated.wire_bytes,
+        "wire_bytes": report.wire_bytes,
+        "stated_messages": stated.num_messages,
+        "messages": report.num_messages,
+        "stated_peak_bytes": stated.peak_bytes,
+        "peak_bytes": peak,
+        "arrays_equal": bool(equal),
+        "seconds": time.perf_counter() - start,
+    }
+    counts = report.wire_bytes, report.num_messages
+    is_stated = counts == (stated.wire_bytes, stated.num_messages) and peak <= stated.peak_bytes
+    staging = "peak staging", f"<= {format_bytes(stated.peak_bytes)}", format_bytes(peak)
+    text = _section(
+        f"Simulated on numpy arrays: {what} ({len(move.want)} tensors)",
+        *_stated(figures, staging),
+        f"all arrays {_equal(equal)} the tensors sharded by the destination layout",
+        f"{_as_stated(equal and is_stated)}, in {figures['seconds']:.1f} s",
+    )
+    return Part(text, figures, equal and is_stated), given, arrived
 
 
 def _local(whole: Mapping[str, Array], specs: Mapping[str, TensorSpec]) -> Arrays:
@@ -243,24 +223,39 @@ def _local(whole: Mapping[str, Array], specs: Mapping[str, TensorSpec]) -> Array
     return local
 
 
-def _run_live(plan: Plan, given: Arrays, expected: Arrays, trace: str | None) -> LiveRun | str:
+def _run_live(what: str, plan: Plan, given: Arrays, expected: Arrays, trace: str | None) -> Part:
     """The same move between processes, or why it could not be made."""
     from reshard.cli.demo_live import move_live
-    from reshard.show.run_report import RunReport
+    from reshard.show.run_report import RunReport, format_seconds
 
-    if find_spec("torch") is None:
-        return NO_TORCH
+    if find_spec("torch") is None:  # it is optional: without it nothing is run, and that is fine
+        return Part(_section(f"Not run live: {NO_TORCH}"), {"not_run": NO_TORCH}, holds=True)
     try:
         ran = move_live(plan, given, expected)
     except LiveError as error:
-        return str(error)
+        return Part(_section(f"NOT run live: {error}"), {"not_run": str(error)}, holds=False)
     if trace is not None:
         reports = [report for call in ran.reports for report in call]
         Path(trace).write_text(RunReport.merged(reports))
-    return ran
+    first, second = (format_seconds(ran.seconds(call)) for call in (0, 1))
+    speed = f"{ran.wire_bytes / ran.seconds(1) / 1e9:.2f} GB/s"
+    figures = ran.to_dict()
+    text = _section(
+        f"Run live on {len(ran.reports[-1])} processes of this machine: {what}",
+        *_stated(figures),
+        f"all values on every rank {_equal(ran.equal)} the simulated ones",
+        f"{_as_stated(ran.holds)}, in {second}: {speed} over all ranks",
+        f"before that {ran.start_seconds:.1f} s to import torch and start the ranks, and a first "
+        f"call of {first} to connect and compare",
+        "",
+        "The busiest rank:",
+        *str(ran.busiest).splitlines(),
+    )
+    return Part(text, figures, ran.holds)
 
 
-def _convert_files() -> Converted:
+def _convert_files() -> Part:
+    """Reshard a small checkpoint on disk; all values must be the same, and each read once."""
     from reshard.checkpoint.conversion.stages import convert
     from reshard.checkpoint.inspection import inspect
     from reshard.checkpoint.soundness import verify
@@ -276,10 +271,27 @@ def _convert_files() -> Converted:
         verified = time.perf_counter()
         firsts = (str(inspect(path)).splitlines()[0] for path in (four, two))
         found, made = (line.replace(f"{folder}/", "") for line in firsts)
-    return Converted(
-        found, made, report.bytes_read, report.bytes_written, report.amplification,
-        converted - start, verified - converted, equal,
-    )  # fmt: skip
+    figures = {
+        "found": found,
+        "made": made,
+        "bytes_read": report.bytes_read,
+        "bytes_written": report.bytes_written,
+        "amplification": report.amplification,
+        "seconds": converted - start,
+        "verify_seconds": verified - converted,
+        "equal": equal,
+    }
+    read, written = format_bytes(report.bytes_read), format_bytes(report.bytes_written)
+    text = _section(
+        "Converted on disk, without torch: a small Llama from 4-way to 2-way tensor parallelism",
+        f"before  {found}",
+        f"after   {made}",
+        f"read {read}, {report.amplification:.2f} x the tensors, and wrote {written}, "
+        f"in {converted - start:.2f} s",
+        f"{'verified: same values' if equal else 'VALUES DIFFER'}, bit by bit, "
+        f"in {verified - converted:.2f} s",
+    )
+    return Part(text, figures, equal and report.amplification <= 1.02)
 
 
 def _write_model(folder: Path) -> None:
@@ -301,60 +313,23 @@ def _write_model(folder: Path) -> None:
         file.write(np.random.default_rng(0).bytes(header.file_size - len(header.data)))
 
 
-def _simulated_text(result: Simulated) -> str:
-    peaks = [format_bytes(n) for n in (result.stated_peak_bytes, result.peak_bytes)]
-    found = "equal" if result.arrays_equal else "DIFFER FROM"
-    return _section(
-        f"Simulated on numpy arrays: {result.what} ({result.num_tensors} tensors)",
-        *_stated(result, ("peak staging", f"<= {peaks[0]}", peaks[1])),
-        f"all arrays {found} the tensors sharded by the destination layout",
-        f"{'as stated' if result.holds else 'NOT as stated'}, in {result.seconds:.1f} s",
-    )
-
-
-def _live_text(what: str, ran: LiveRun | str) -> str:
-    from reshard.show.run_report import format_seconds
-
-    if isinstance(ran, str):
-        return _section(f"{'Not' if ran == NO_TORCH else 'NOT'} run live: {ran}")
-    found = "equal" if ran.equal else "DIFFER FROM"
-    first, second = (format_seconds(ran.seconds(call)) for call in (0, 1))
-    speed = f"{ran.wire_bytes / ran.seconds(1) / 1e9:.2f} GB/s"
-    return _section(
-        f"Run live on {len(ran.reports[-1])} processes of this machine: {what}",
-        *_stated(ran),
-        f"all values on every rank {found} the simulated ones",
-        f"{'as stated' if ran.holds else 'NOT as stated'}, in {second}: {speed} over all ranks",
-        f"before that {ran.start_seconds:.1f} s to import torch and start the ranks, and a first "
-        f"call of {first} to connect and compare",
-        "",
-        "The busiest rank:",
-        *str(ran.busiest).splitlines(),
-    )
-
-
-def _files_text(files: Converted) -> str:
-    read, written = format_bytes(files.bytes_read), format_bytes(files.bytes_written)
-    return _section(
-        "Converted on disk, without torch: a small Llama from 4-way to 2-way tensor parallelism",
-        f"before  {files.found}",
-        f"after   {files.made}",
-        f"read {read}, {files.amplification:.2f} x the tensors, and wrote {written}, "
-        f"in {files.seconds:.2f} s",
-        f"{'verified: same values' if files.equal else 'VALUES DIFFER'}, bit by bit, "
-        f"in {files.verify_seconds:.2f} s",
-    )
-
-
-def _stated(move: Simulated | LiveRun, *more: tuple[str, str, str]) -> list[str]:
+def _stated(figures: Mapping[str, Any], *more: tuple[str, str, str]) -> list[str]:
     """A table of what a plan states and what happened."""
     rows = [
         ("", "plan states", "happened"),
-        ("bytes", f"{move.stated_wire_bytes:,}", f"{move.wire_bytes:,}"),
-        ("messages", f"{move.stated_messages:,}", f"{move.messages:,}"),
+        ("bytes", f"{figures['stated_wire_bytes']:,}", f"{figures['wire_bytes']:,}"),
+        ("messages", f"{figures['stated_messages']:,}", f"{figures['messages']:,}"),
         *more,
     ]
     return align(rows, right={1, 2})
+
+
+def _equal(is_equal: bool) -> str:
+    return "equal" if is_equal else "DIFFER FROM"
+
+
+def _as_stated(holds: bool) -> str:
+    return "as stated" if holds else "NOT as stated"
 
 
 def _section(title: str, *lines: str) -> str:

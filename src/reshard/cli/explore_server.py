@@ -20,7 +20,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import shlex
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -31,7 +30,7 @@ from pathlib import Path
 from socketserver import ForkingMixIn, TCPServer
 from typing import Any, NoReturn, TypeVar
 
-from reshard.cli.options import model_specs, parse_shape, replicated
+from reshard.cli.options import command_of, model_specs, parse_shape, replicated
 from reshard.dtypes import canonical_dtype
 from reshard.errors import LayoutError, MeshError, ReshardError
 from reshard.layout.layout import Layout
@@ -72,9 +71,9 @@ _TENSOR_FIELDS = (
 _MODEL_FIELDS = (
     ("model", "Model", "llama-3-8b", "llama-3-8b"),
     ("have_mesh", "Mesh, before", "tp=8", "dp=2 tp=4"),
-    ("have_fsdp", "FSDP axes, before", "", "dp"),
+    ("from_fsdp", "FSDP axes, before", "", "dp"),
     ("want_mesh", "Mesh, after", "tp=2 @ 8-9", "tp=2 @ 8-9"),
-    ("want_fsdp", "FSDP axes, after", "", "dp"),
+    ("to_fsdp", "FSDP axes, after", "", "dp"),
     ("replicate", "Axes of replicas", "", "dp"),
     ("dtype", "Dtype", "", "the model's"),
     ("memory", "Memory cap per rank", "256MiB", "256MiB"),
@@ -82,11 +81,6 @@ _MODEL_FIELDS = (
 """A model is the name of a known one, never a path: requests do not make the server read files."""
 DEFAULTS = {name: value for name, _, value, _ in _TENSOR_FIELDS}
 MODEL_DEFAULTS = {name: value for name, _, value, _ in _MODEL_FIELDS}
-_OPTIONS = {
-    "dtype": "--dtype", "memory": "--memory", "model": "--model", "have_mesh": "--from",
-    "have_fsdp": "--from-fsdp", "want_mesh": "--to", "want_fsdp": "--to-fsdp", "shape": "--shape",
-}  # fmt: skip
-"""The options of ``reshard plan`` for the same."""
 
 
 @dataclass(slots=True)
@@ -99,16 +93,13 @@ class Answer:
 
     @property
     def footer(self) -> Footer:
-        """Where the document comes from: commands that show the same."""
-        value = {name: text.strip() for name, text in self.values.items()}
-        for side in ("have", "want") if "model" not in value else ():
-            value[f"{side}_mesh"] += f": {value[f'{side}_layout']}"
-        words = []
-        for name, option in _OPTIONS.items():
-            words += [option, value[name]] if value.get(name) else []
-        for axis in value.get("replicate", "").split():
-            words += ["--replicate", axis]
-        return Footer(shlex.join(["reshard", "plan", *words]), value.get("model"))
+        """Where the document comes from: a command that shows the same."""
+        given = {name: text.strip() for name, text in self.values.items()}
+        for side, option in (("have", "from"), ("want", "to")):
+            mesh, layout = given.pop(f"{side}_mesh"), given.pop(f"{side}_layout", "")
+            given[option] = f"{mesh}: {layout}" if layout else mesh
+        axes = given.pop("replicate", "").split()
+        return Footer(command_of("plan", {**given, "replicate": axes}), given.get("model"))
 
     @contextmanager
     def blaming(self, name: str) -> Iterator[None]:
@@ -158,7 +149,7 @@ def _model(answer: Answer) -> list[Specs]:
     config = answer.read("model", preset)
     dtype = answer.read("dtype", lambda text: canonical_dtype(text) if text else None)
     read = [answer.read(f"{side}_mesh", _mesh) for side in ("have", "want")]
-    fsdp = [answer.read(f"{side}_fsdp", lambda text: text or None) for side in ("have", "want")]
+    fsdp = [answer.read(f"{side}_fsdp", lambda text: text or None) for side in ("from", "to")]
     axes, meshes = answer.read("replicate", str.split), [mesh for mesh in read if mesh is not None]
     sides: list[Specs] = []
     if config is None or axes is None or len(meshes) < 2:
@@ -207,7 +198,9 @@ MAX_PROCESSES = 16
 CPU_SECONDS = 10
 """What a plan may take before the answer is that it takes too long."""
 SECONDS = 30
-"""What a request may take altogether before its process is ended."""
+"""What an answer may take before its process is ended."""
+SECONDS_TO_ASK = 5
+"""What a client may take to send its request: else a few slow ones would keep all processes."""
 MEMORY = 2 << 30
 """Bytes that a request may allocate beyond what the server has."""
 
@@ -268,7 +261,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: Server
     server_version = "reshard"
     sys_version = ""
-    timeout = 5
+    timeout = SECONDS_TO_ASK
 
     def setup(self) -> None:
         """Limit what this process may use; it handles this request alone."""
@@ -349,6 +342,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _bounded(values: Mapping[str, str]) -> Answer:
     """The answer, or that it takes too much time or memory."""
+    signal.alarm(SECONDS)  # the request is there
     try:
         return answer_of(values)
     except TooLongError:
@@ -364,7 +358,7 @@ def _limit() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGXCPU, _too_long)
-    signal.alarm(SECONDS)
+    signal.alarm(SECONDS_TO_ASK)
     used = resource.getrusage(resource.RUSAGE_SELF)
     cpu = int(used.ru_utime + used.ru_stime) + CPU_SECONDS
     resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + CPU_SECONDS))

@@ -6,6 +6,7 @@ Shapes, sides of a move, models, rules, ranks.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from reshard.errors import FormatError, LayoutError, NotationError, PlanError
+from reshard.errors import FormatError, LayoutError, NotationError, PlanError, ReshardError
 from reshard.text import log
 
 if TYPE_CHECKING:
@@ -53,6 +54,12 @@ def rules_option(name: str, text: str) -> Callable[[F], F]:
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+memory_option = click.option(
+    "--memory", default="256MiB", show_default=True, help="Maximum memory for buffers."
+)
+replicate_option = click.option("--replicate", multiple=True, metavar="AXIS", help=(
+    "An axis of a mesh along which the rules replicate everything, on purpose; may be repeated."
+))  # fmt: skip
 
 
 def add_manners(command: click.Command) -> None:
@@ -80,9 +87,17 @@ def _remember(context: click.Context, option: click.Parameter, value: bool) -> N
     said[option.name] = value or said.get(option.name, False)
 
 
-memory_option = click.option(
-    "--memory", default="256MiB", show_default=True, help="Maximum memory for buffers."
-)
+def command_of(verb: str, given: Mapping[str, str | Sequence[str] | None]) -> str:
+    """A command with the options that are given; a sequence is an option that is repeated.
+
+    >>> command_of("plan", {"from_fsdp": "dp", "shape": None, "replicate": ["ep", "cp"]})
+    'reshard plan --from-fsdp dp --replicate ep --replicate cp'
+    """
+    words = ["reshard", verb]
+    for name, value in given.items():
+        for one in [value] if isinstance(value, str) else value or ():
+            words += [f"--{name.replace('_', '-')}", one] if one else []
+    return shlex.join(words)
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
@@ -141,16 +156,21 @@ def model_config(name: str) -> Mapping[str, Any]:
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
+        if not path.is_file():
+            raise FormatError(f'"{name}" has no config.json: name the folder of a model that has')
     if path.suffix != ".json":
-        return preset(name)
+        try:
+            return preset(name)
+        except ReshardError as error:
+            raise type(error)(f"{error}; or name a config.json, or its folder") from None
     if path.stat().st_size > MAX_CONFIG:
-        raise FormatError(f'"{name}" is larger than {MAX_CONFIG} bytes: is it a config.json?')
+        raise FormatError(f'"{path}" is larger than {MAX_CONFIG} bytes: is it a config.json?')
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise FormatError(f'"{name}" is not JSON ({error}): expected a config.json') from None
+        raise FormatError(f'"{path}" is not JSON ({error}): expected a config.json') from None
     if not isinstance(config, dict):
-        raise FormatError(f'"{name}" holds a {type(config).__name__}: expected a config.json')
+        raise FormatError(f'"{path}" holds a {type(config).__name__}: expected a config.json')
     return config
 
 
@@ -191,20 +211,27 @@ def parse_model_mesh(text: str, option: str) -> Mesh:
 
 
 def replicated(
-    axes: Sequence[str], sides: Sequence[tuple[Mesh | None, str | None]]
+    axes: Sequence[str], sides: Sequence[tuple[Mesh | str | None, str | None]]
 ) -> list[str | None]:
     """The axes of ``--replicate`` for each side of a request, given as a mesh and its FSDP axes.
 
-    >>> from reshard.layout.mesh import Mesh
-    >>> replicated(["dp"], [(Mesh(dp=2, tp=4), "dp"), (Mesh(dp=2), None), (None, None)])
+    >>> replicated(["dp"], [("dp=2 tp=4", "dp"), ("dp=2", None), (None, None)])
     [None, 'dp', None]
     """
+    if not axes:
+        return [None for _ in sides]
+    from reshard.layout.mesh import Mesh
+
+    meshes = [Mesh.parse(mesh) if isinstance(mesh, str) else mesh for mesh, _ in sides]
     free = [
         [axis for axis in (mesh.axes if mesh else ()) if axis not in (fsdp or "").split()]
-        for mesh, fsdp in sides
+        for mesh, (_, fsdp) in zip(meshes, sides, strict=True)
     ]
     for axis in axes:
         if not any(axis in one for one in free):
             known = ", ".join(dict.fromkeys(name for one in free for name in one)) or "no axis"
-            raise PlanError(f'--replicate "{axis}": the meshes have {known} to replicate along')
+            raise PlanError(
+                f'--replicate "{axis}": the meshes have {known} to replicate along: give a mesh '
+                "that has it (with rules, for per-rank files), and leave it out of the FSDP axes"
+            )
     return [" ".join(axis for axis in axes if axis in one) or None for one in free]

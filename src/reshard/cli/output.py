@@ -11,11 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from reshard.text import format_bytes, shorten
+from reshard.text import Report, format_bytes, shorten
 
 if TYPE_CHECKING:
     from reshard.show.terminal import Line
@@ -43,6 +44,13 @@ def is_quiet() -> bool:
     return context is not None and bool((context.obj or {}).get("quiet"))
 
 
+def write_page(path: str, text: str) -> None:
+    """Write a page, and say so."""
+    # The page names the command, whose words need not be valid UTF-8.
+    Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
+    say_written(path)
+
+
 def say_written(path: str) -> None:
     """Say which file was written, on standard error."""
     if not is_quiet():
@@ -52,6 +60,11 @@ def say_written(path: str) -> None:
 def print_json(kind: str, data: dict[str, Any]) -> None:
     """Print a report as JSON; its schema comes first, ``reshard.KIND/1`` unless it has another."""
     print(json.dumps({"schema": f"reshard.{kind}/1", **data}, indent=2))
+
+
+def print_report(kind: str, report: Report, as_json: bool) -> None:
+    """Print a report on checkpoints as text or as JSON."""
+    print_json(kind, report.to_dict()) if as_json else print(fitted(str(report)))
 
 
 def fitted(text: str) -> str:
@@ -128,22 +141,11 @@ def wants_boxes() -> bool:
 
 
 @contextmanager
-def working(text: str) -> Iterator[None]:
-    """Show on a terminal that a step without other output is under way."""
-    if is_quiet() or not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
+def working(words: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None] | None]:
+    """Show on a terminal that a step is under way; None without a terminal.
 
-    with Console(stderr=True).status(text):
-        yield
-
-
-@contextmanager
-def byte_meter(words: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar of bytes, as a function of bytes done and in all; None without a terminal.
-
-    The bar goes to standard error, so that reports can be piped. Its units are those of reports.
+    What it yields is a function of bytes done and in all, for steps that know them. The bar goes to
+    standard error, so that reports can be piped. Its units are those of reports.
     """
     if quiet or is_quiet() or not sys.stderr.isatty():
         yield None
@@ -154,7 +156,7 @@ def byte_meter(words: str, *, quiet: bool = False) -> Iterator[Callable[[int, in
     columns = (TextColumn(words), BarColumn(), TextColumn("{task.fields[said]}"))
     console = Console(stderr=True)
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
-        task, began = bar.add_task(words, said=""), time.monotonic()
+        task, began = bar.add_task(words, total=None, said=""), time.monotonic()
 
         def show(done: int, total: int) -> None:
             said = progress_text(done, total, time.monotonic() - began)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard.cli.options import (
+    command_of,
     json_option,
     model_config,
     model_option,
@@ -21,11 +21,19 @@ from reshard.cli.options import (
     parse_model_mesh,
     parse_shape,
     parse_side,
+    replicate_option,
     replicated,
     rules_option,
 )
-from reshard.cli.output import fitted, print_json, print_lines, say_written, terminal_width
-from reshard.errors import PlanError, ProofError
+from reshard.cli.output import (
+    fitted,
+    print_json,
+    print_lines,
+    say_written,
+    terminal_width,
+    write_page,
+)
+from reshard.errors import ArgumentError, PlanError, ProofError
 from reshard.text import align, format_bytes, shorten
 
 if TYPE_CHECKING:
@@ -56,9 +64,7 @@ MODEL_OPTIONS = ("from_rules", "to_rules", "from_fsdp", "to_fsdp", "replicate")
 @rules_option("--to-rules", "Rules for the destination alone.")
 @click.option("--from-fsdp", metavar="AXES", help="Axes that shard dim 0 of the source further.")
 @click.option("--to-fsdp", metavar="AXES", help="Axes that shard dim 0 of the destination further.")
-@click.option("--replicate", multiple=True, metavar="AXIS", help=(
-    "An axis along which the rules replicate everything, on purpose; may be repeated."
-))  # fmt: skip
+@replicate_option
 @click.option("--rank", type=int, help="Print what one rank does, step by step.")
 @click.option("--check", is_flag=True, help="Prove the plan; exit code 1 if it does not hold.")
 @click.option("--html", metavar="FILE", help="Write the plan as a page.")
@@ -109,7 +115,8 @@ def plan(
         move.save(save)
         say_written(save)
     if as_json:
-        _print_json(move, rank, failure if check else "not asked", notes)
+        proof = {"proof": {"holds": failure is None, "error": failure}} if check else {}
+        _print_json(move, rank, notes, proof)
     else:
         _print(move, rank, notes)
         if check:
@@ -141,10 +148,7 @@ def _tensor(words: Mapping[str, Any]) -> Iterable[dict[str, TensorSpec]]:
     """The specs at the source and at the destination."""
     from reshard.layout.spec import TensorSpec
 
-    for option in MODEL_OPTIONS:
-        if words[option]:
-            name = option.replace("_", "-")
-            raise PlanError(f"--{name} is for --model: with --shape the layouts are given in full")
+    _refuse_model_options(words)
     shape, dtype = parse_shape(words["shape"]), words["dtype"] or "float32"
     dtypes = dtype, words["to_dtype"] or dtype
     layouts = parse_side(words["have"], "--from"), parse_side(words["want"], "--to")
@@ -152,6 +156,13 @@ def _tensor(words: Mapping[str, Any]) -> Iterable[dict[str, TensorSpec]]:
     for layout in layouts:
         layout.dims(shape)
     return [{"tensor": spec} for spec in specs]
+
+
+def _refuse_model_options(words: Mapping[str, Any]) -> None:
+    for option in MODEL_OPTIONS:
+        if words.get(option):
+            name = option.replace("_", "-")
+            raise PlanError(f"--{name} is for --model: with --shape the layouts are given in full")
 
 
 def _model(words: Mapping[str, Any], notes: list[str]) -> Iterable[dict[str, TensorSpec]]:
@@ -176,20 +187,16 @@ def _write_page(
     from reshard.show.page.document import Footer
     from reshard.show.run_report import RunReport
 
-    words = ["--from", given["have"], "--to", given["want"]]
-    for option in ("shape", "model", "from_fsdp", "to_fsdp"):
-        words += [f"--{option.replace('_', '-')}", given[option]] if given[option] else []
-    words += [word for axis in given["replicate"] for word in ("--replicate", axis)]
+    words = {"from": given["have"], "to": given["want"]}
+    words |= {name: given[name] for name in ("shape", "model", "from_fsdp", "to_fsdp", "replicate")}
     # The explorer has the models and rules that are shipped, and no files.
     is_file = given["model"] is not None and Path(given["model"]).exists()
     is_known = not (given["from_rules"] or given["to_rules"] or is_file)
-    explore = shlex.join(["reshard", "explore", *words]) if is_known else None
+    explore = command_of("explore", words) if is_known else None
     arguments = click.get_current_context().meta.get("reshard.arguments", ["plan"])
     footer = Footer.of_command(arguments, given["model"], explore)
     runs = [RunReport.load(report) for report in reports]
-    text = render(move, reports=runs, notes=notes, footer=footer)
-    Path(path).write_text(text, encoding="utf-8")
-    say_written(path)
+    write_page(path, render(move, reports=runs, notes=notes, footer=footer))
 
 
 def _print(move: Plan, rank: int | None, notes: Sequence[str]) -> None:
@@ -230,7 +237,9 @@ def _rank_lines(mine: RankPlan) -> list[str]:
     return lines
 
 
-def _print_json(move: Plan, rank: int | None, failure: str | None, notes: Sequence[str]) -> None:
+def _print_json(
+    move: Plan, rank: int | None, notes: Sequence[str], proof: Mapping[str, Any]
+) -> None:
     from reshard.show.plan_text import reasons
     from reshard.show.traffic import traffic_matrix
 
@@ -246,9 +255,8 @@ def _print_json(move: Plan, rank: int | None, failure: str | None, notes: Sequen
             "destinations": matrix.destinations,
             "bytes": matrix.num_bytes.tolist(),
         },
+        **proof,
     }
-    if failure != "not asked":
-        data["proof"] = {"holds": failure is None, "error": failure}
     if rank is not None:
         data["rank"] = {"rank": rank}
         for kind in STEPS:
@@ -275,9 +283,7 @@ def _print_json(move: Plan, rank: int | None, failure: str | None, notes: Sequen
 @model_option("A whole model instead, such as llama-3-8b.")
 @click.option("--from-fsdp", metavar="AXES", help="With --model: axes that shard dim 0 further.")
 @click.option("--to-fsdp", metavar="AXES", help="The same for the destination.")
-@click.option("--replicate", multiple=True, metavar="AXIS", help=(
-    "With --model: an axis of replicas; may be repeated."
-))  # fmt: skip
+@replicate_option
 @click.option("--dtype", help="The dtype; if not given bfloat16, or the model's.")
 @click.option("--memory", help="Maximum staging memory per rank; 256MiB if not given.")
 @click.option(
@@ -299,12 +305,15 @@ def explore(port: int | None, no_browser: bool, as_json: bool, **words: Any) -> 
 
     values = _values(**words)
     errors = answer_of(values).errors  # the first page must be one; and this loads all it needs
+    for side, option in (("have", "--from"), ("want", "--to")):
+        if words[side] is None and (text := errors.get(f"{side}_layout")) is not None:
+            errors[f"{side}_layout"] = f"{option} is not given and its default does not fit: {text}"
     if errors:
         raise PlanError("; ".join(errors.values()))
     try:
         server = Server(port or 0, values)
     except OSError as error:
-        raise click.UsageError(
+        raise ArgumentError(
             f"cannot listen on port {port}: {error.strerror}; leave out --port for a free one"
         ) from None
     with server:
@@ -329,18 +338,15 @@ def _values(have: str | None, want: str | None, **given: Any) -> dict[str, str]:
 
     is_model = given["model"] is not None
     if is_model and given["shape"]:
-        raise click.UsageError("give --shape (one tensor) or --model (a whole model), not both")
-    for option in () if is_model else MODEL_OPTIONS:
-        if given.get(option):
-            name = option.replace("_", "-")
-            raise click.UsageError(f"--{name} is for --model: a layout names all its axes")
+        raise ArgumentError("give --shape (one tensor) or --model (a whole model), not both")
+    if not is_model:
+        _refuse_model_options(given)
     for side, option, text in (("have", "--from", have), ("want", "--to", want)):
         if text is not None and is_model:
             given[f"{side}_mesh"] = str(parse_model_mesh(text, option))
         elif text is not None:
             parse_side(text, option)
             given[f"{side}_mesh"], _, given[f"{side}_layout"] = map(str.strip, text.partition(":"))
-    given |= {"have_fsdp": given["from_fsdp"], "want_fsdp": given["to_fsdp"]}
     given["replicate"] = " ".join(given["replicate"])
     defaults = MODEL_DEFAULTS if is_model else DEFAULTS
     return {name: given.get(name) or value for name, value in defaults.items()}

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from reshard.cli.options import json_option, model_config, model_option, parse_shape
+from reshard.cli.options import (
+    json_option,
+    model_config,
+    model_option,
+    parse_model_mesh,
+    parse_shape,
+)
 from reshard.cli.output import fitted, print_json, print_lines, terminal_width, wants_boxes
 from reshard.errors import ArgumentError, LayoutError
 from reshard.text import align, and_more, format_shape, quoted
@@ -42,7 +48,6 @@ def show(
     reshard show --model llama-3-8b --mesh tp=4   all layouts, by the rules
     reshard show --model llama-3-8b --mesh tp=4 lm_head.weight
     """
-    from reshard.layout.mesh import Mesh
     from reshard.show.terminal import Span, draw, pieces_table
 
     if model is not None:
@@ -50,7 +55,7 @@ def show(
             raise ArgumentError('--model needs the ranks: give --mesh, such as --mesh "tp=4"')
         if rank is not None and layout is None:
             raise ArgumentError("--rank is about one tensor: name it, such as lm_head.weight")
-        found = _of_model(model, layout, Mesh.parse(mesh), as_json)
+        found = _of_model(model, layout, parse_model_mesh(mesh, "--mesh"), as_json)
         if found is None:
             return
         cut, sizes = found

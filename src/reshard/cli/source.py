@@ -9,6 +9,7 @@ import click
 
 from reshard.cli.options import json_option
 from reshard.cli.output import fitted, print_json
+from reshard.errors import ArgumentError
 
 HELPERS = frozenset({"before_after.py", "side_by_side.py", "walk.py"})
 """Files beside the benchmarks that only help them."""
@@ -42,7 +43,7 @@ def bench(arguments: tuple[str, ...]) -> int:
 
     folder = _folder()
     if folder is None:
-        raise click.UsageError(
+        raise ArgumentError(
             "the benchmarks are not installed with the package: run this in a checkout of the "
             "repository, where they are in benchmarks/ (or run make bench)"
         )

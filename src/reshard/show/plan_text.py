@@ -32,7 +32,7 @@ from reshard.dtypes import itemsize
 from reshard.layout.grid import num_addends
 from reshard.layout.mesh import format_ranks
 from reshard.planning.classes import Stack
-from reshard.planning.cost.summary import Summary, needs_of
+from reshard.planning.cost.summary import needs_of
 from reshard.planning.plans import Plan
 from reshard.show.name_patterns import named, named_pairs
 from reshard.text import align, count, format_bytes, format_shape, shorten
@@ -42,6 +42,19 @@ MAX_NAME = 64
 MAX_LAYOUT = 36
 IMBALANCE = 1.2
 """How far above the mean a rank or a link is called out of balance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A figure with its label: a line of a text, or a card of a page."""
+
+    label: str
+    value: str
+    note: str
+    """What follows the value, with the space or comma before it."""
+    part: float | None = None
+    """How full a bar below the figure is, where a page draws one."""
+    bad: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +91,12 @@ def describe(plan: Plan) -> str:
     """The table that ``str(plan)`` prints."""
     rows = stack_rows(plan)
     why = ["why", *(f"  {sentence}" for sentence in reasons(plan))]
-    parts = [[headline(plan, rows)], [*_table(plan, rows)], align(figures(plan)), why]
+    parts = [
+        [headline(plan, rows)],
+        [*_table(plan, rows)],
+        align([(one.label, one.value + one.note) for one in figures(plan)]),
+        why,
+    ]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
@@ -112,56 +130,47 @@ def stack_rows(plan: Plan) -> list[StackRow]:
     return rows
 
 
-def figures(plan: Plan) -> list[tuple[str, str]]:
-    """What the move costs, as labels and texts."""
+def figures(plan: Plan) -> Iterator[Figure]:
+    """What the move costs."""
     found = plan.summary()
-    staging = f"{format_bytes(found.peak_bytes)} at most on a rank"
-    rows = [
-        ("wire", _against_least(found.wire_bytes, found.lower_bound_bytes)),
-        ("messages", f"{found.num_messages:,} in {count(found.num_rounds, 'round')}"),
-        ("staging", f"{staging}, under a cap of {format_bytes(plan.memory)}"),
-    ]
+    yield Figure("wire", *_against_least(found.wire_bytes, found.lower_bound_bytes))
+    rounds = count(found.num_rounds, "round")
+    yield Figure("messages", f"{found.num_messages:,}", f" in {rounds}")
+    cap = f" at most on a rank, under a cap of {format_bytes(plan.memory)}"
+    part = min(found.peak_bytes / plan.memory, 1.0) if plan.memory else None
+    yield Figure("staging", format_bytes(found.peak_bytes), cap, part)
     if found.mean_sender_bytes:
         senders = int(np.count_nonzero(plan.traffic.first_hand))
         ratio = found.busiest_sender_bytes / found.mean_sender_bytes
         busiest = f"the busiest {format_bytes(found.busiest_sender_bytes)}, {ratio:.2f} x the mean"
-        rows.append(("sources", f"{senders:,} send, {busiest}"))
+        yield Figure("sources", f"{senders:,}", f" send, {busiest}")
     if found.copied_bytes:
-        rows.append(("copied", f"{format_bytes(found.copied_bytes)} stays on its rank"))
+        yield Figure("copied", format_bytes(found.copied_bytes), " stays on its rank")
     if found.busiest_relay_bytes:
-        busiest = format_bytes(found.busiest_relay_bytes)
         whom = "rank" if any(flow.direct for flow in plan.flows) else "destination rank"
-        marks = [f"{busiest} at most by one {whom}", *relay_imbalance(found)]
-        rows.append(("passed on", ", ".join(marks)))
+        mark = _imbalance(found.busiest_relay_bytes / max(found.mean_relay_bytes, 1))
+        note = f" at most by one {whom}{mark}"
+        yield Figure("passed on", format_bytes(found.busiest_relay_bytes), note, bad=bool(mark))
     if found.seconds is not None:
         least = found.between_hosts_lower_bound_bytes
-        seconds = f"{found.seconds:.3g} predicted; the bottleneck is {found.bottleneck}"
-        rows.append(("between hosts", _against_least(found.between_hosts_bytes or 0, least)))
-        rows.append(("seconds", ", ".join([seconds, *link_imbalance(found)])))
-    return rows
+        yield Figure("between hosts", *_against_least(found.between_hosts_bytes or 0, least))
+        mark = _imbalance(found.bottleneck_over_mean or 1.0)
+        note = f" predicted; the bottleneck is {found.bottleneck}{mark}"
+        yield Figure("seconds", f"{found.seconds:.3g}", note, bad=bool(mark))
 
 
-def relay_imbalance(found: Summary) -> list[str]:
-    """A mark, if a rank passes on far more than the mean."""
-    return _imbalance(found.busiest_relay_bytes / max(found.mean_relay_bytes, 1))
+def _imbalance(ratio: float) -> str:
+    """A mark, if a rank passes on far more than the mean, or a link is far busier than its kind."""
+    return f", OUT OF BALANCE: {ratio:.2f} x the mean" if ratio > IMBALANCE else ""
 
 
-def link_imbalance(found: Summary) -> list[str]:
-    """A mark, if a link is far busier than the mean of its kind."""
-    return _imbalance(found.bottleneck_over_mean or 1.0)
-
-
-def _imbalance(ratio: float) -> list[str]:
-    return [f"OUT OF BALANCE: {ratio:.2f} x the mean"] if ratio > IMBALANCE else []
-
-
-def _against_least(num_bytes: int, least: int | None) -> str:
+def _against_least(num_bytes: int, least: int | None) -> tuple[str, str]:
     if least is None:
-        return format_bytes(num_bytes)
+        return format_bytes(num_bytes), ""
     if num_bytes == least:
-        return f"{format_bytes(num_bytes)}, the least possible"
+        return format_bytes(num_bytes), ", the least possible"
     over = f"{num_bytes / least:.2f} x " if least else "above "
-    return f"{format_bytes(num_bytes)}, {over}the least possible {format_bytes(least)}"
+    return format_bytes(num_bytes), f", {over}the least possible {format_bytes(least)}"
 
 
 def _table(plan: Plan, rows: Sequence[StackRow]) -> Iterator[str]:

@@ -65,7 +65,8 @@ class Conversion:
         self.request, self.plan, self.storage = request, plan, storage
         path = Path(request.dst)
         if "://" in request.dst:  # built in the temporary folder, in the same one each time
-            name = hashlib.blake2b(request.dst.rstrip("/").encode(), digest_size=8).hexdigest()
+            address = request.dst.rstrip("/").encode(errors="surrogateescape")
+            name = hashlib.blake2b(address, digest_size=8).hexdigest()
             path = Path(tempfile.gettempdir()) / f"reshard-{name}"
         self.place = Workplace.beside(path)
         if request.workers is None and not storage.is_local:

@@ -117,8 +117,8 @@ def _dropped(have: Tensors, drop: Sequence[str]) -> set[str]:
         matched = {*matching(pattern, have)}
         if not matched:
             near = get_close_matches(pattern, have, n=1)
-            hint = f": did you mean {quoted(near[0])}" if near else ""
-            raise NamesError(f"drop has {quoted(pattern)}, which matches no tensor{hint}")
+            hint = f"did you mean {quoted(near[0])}" if near else "leave it out of --drop (drop=)"
+            raise NamesError(f"drop has {quoted(pattern)}, which matches no tensor: {hint}")
         found |= matched
     return found
 

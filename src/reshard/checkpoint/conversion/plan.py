@@ -49,7 +49,8 @@ class Stamp:
     def of(cls, catalog: Catalog, storage: Storage) -> Stamp:
         """The present state of a source."""
         root = str(Path(catalog.root).resolve()) if storage.is_local else catalog.root
-        hasher = hashlib.blake2b(root.encode(), digest_size=16)
+        # A path need not be valid UTF-8.
+        hasher = hashlib.blake2b(root.encode(errors="surrogateescape"), digest_size=16)
         files = (*catalog.files, *catalog.others)
         versions = storage.versions([file.path for file in files])
         for file, version in zip(files, versions, strict=True):

@@ -230,7 +230,10 @@ def _layouts(outlines: Mapping[str, Outline], request: Request) -> dict[str, Lay
     for name in open_names:
         try:
             if rules is None:
-                raise RulesError(f"no layout for {quoted(name)}: add it to layouts, or give rules")
+                raise RulesError(
+                    f"no layout for {quoted(name)}: add it to layouts (--layout NAME=LAYOUT), or "
+                    "give --rules (rules=)"
+                )
             found[name] = rules.layout(name, request.mesh, outlines[name].shape)
         except RulesError as error:
             unmatched[name] = error

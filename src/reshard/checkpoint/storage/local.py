@@ -366,7 +366,13 @@ def _identity(status: os.stat_result) -> Identity:
 def _unreadable(path: str, error: OSError) -> CheckpointError:
     if isinstance(error, FileNotFoundError):
         return DamageError(f"{path} is missing: the checkpoint is not complete")
-    return CheckpointError(f"{path} cannot be opened: {error.strerror}")
+    return CheckpointError(f"{path} cannot be opened: {_reason(error)}")
+
+
+def _reason(error: OSError) -> str:
+    """Why the system refuses a file or folder, and what to try."""
+    is_denied = isinstance(error, PermissionError)
+    return f"{error.strerror}{': check its permissions' if is_denied else ''}"
 
 
 def file_status(entry: os.DirEntry[str]) -> os.stat_result | None:
@@ -377,7 +383,7 @@ def file_status(entry: os.DirEntry[str]) -> os.stat_result | None:
         # Deleted since the folder was listed, or a link that leads nowhere.
         if error.errno in (errno.ENOENT, errno.ELOOP):
             return None
-        raise CheckpointError(f"{entry.path} cannot be read: {error.strerror}") from None
+        raise CheckpointError(f"{entry.path} cannot be read: {_reason(error)}") from None
     return status if stat.S_ISREG(status.st_mode) else None
 
 
@@ -389,7 +395,7 @@ def _walk(folder: Path, root: str) -> Iterator[tuple[str, os.stat_result]]:
         try:
             entries = list(os.scandir(here))
         except OSError as error:
-            raise CheckpointError(f"{here} cannot be listed: {error.strerror}") from None
+            raise CheckpointError(f"{here} cannot be listed: {_reason(error)}") from None
         for entry in entries:
             count += 1
             if entry.is_dir(follow_symlinks=False):

@@ -97,7 +97,10 @@ class Topology:
         except FileNotFoundError:
             raise TopologyError(f"topology {path} does not exist: check the path") from None
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-            raise TopologyError(f"topology {path} cannot be read: {error}") from None
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise TopologyError(
+                f"topology {path} cannot be read: {reason}: expected a TOML file"
+            ) from None
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "topology") -> Topology:

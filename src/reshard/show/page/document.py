@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.layout.mesh import format_ranks
 from reshard.show.page.drawings import LOOKS, TEXTURES, Drawing, Table, Tick, palette
+from reshard.show.plan_text import Figure
 from reshard.text import printable, shorten
 
 if TYPE_CHECKING:
@@ -29,18 +30,6 @@ if TYPE_CHECKING:
 
 
 MAX_NAME = 400
-
-
-@dataclass(frozen=True, slots=True)
-class Card:
-    """One large figure."""
-
-    label: str
-    value: str
-    note: str
-    part: float | None = None
-    """How full a bar below the figure is, where there is one."""
-    bad: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +74,7 @@ class Lane:
 class Run:
     """What was measured."""
 
-    cards: Sequence[Card]
+    cards: Sequence[Figure]
     rounds: Sequence[Lane]
     scale: Sequence[Tick]
     note: str
@@ -95,9 +84,10 @@ class Run:
 class Document:
     """All that a page shows."""
 
-    headline: str
-    cards: Sequence[Card]
-    data: Mapping[str, Any]
+    headline: str = ""
+    cards: Sequence[Figure] = ()
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """What the script works with."""
     digest: str = ""
     damage: Sequence[str] = ()
     reasons_title: str = "Why it costs that"
@@ -111,7 +101,6 @@ class Document:
     rounds_note: str = ""
     run: Run | None = None
     groups_title: str = "Tensors"
-    """Whether tensors have one layout only, that of a checkpoint."""
     extra: Sequence[tuple[str, Sequence[str]]] = ()
     """Titles and lines of what is shown when asked for."""
 

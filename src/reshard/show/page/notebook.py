@@ -12,25 +12,23 @@ from __future__ import annotations
 
 from contextlib import suppress
 from math import prod
-from typing import Any
 
 from reshard.errors import ReshardError
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.words import Cuts, Cyclic, Packed, Ragged, Units, ZigZag
 from reshard.planning.plans import Plan
 from reshard.show.holdings import two_dims
-from reshard.show.page.document import Move, render_fragment
+from reshard.show.page.document import Document, Move, render_fragment
 from reshard.show.page.drawings import Colours, table_of
 from reshard.show.page.plan_page import (
     MAX_GROUPS,
-    cards_of,
     kinds_of,
     legend_of,
     moves_of,
     run_of,
     side_of,
 )
-from reshard.show.plan_text import describe, headline, stack_rows
+from reshard.show.plan_text import describe, figures, headline, stack_rows
 from reshard.show.run_report import RunReport
 from reshard.show.traffic import traffic_matrix
 from reshard.text import format_shape, shorten
@@ -48,14 +46,15 @@ def plan_cell(plan: Plan) -> str:
     kinds = kinds_of(rows)
     moves = moves_of([kind[0] for kind in kinds[:MAX_DRAWN]], colours)
     matrix = traffic_matrix(plan, MAX_GROUPS)
-    return _cell(
-        describe(plan),
-        "The plan as text",
-        headline=headline(plan, rows),
-        items=list(cards_of(plan)),
+    document = Document(
+        headline(plan, rows),
+        list(figures(plan)),
         moves=moves,
         legend=legend_of(colours, moves, len(kinds), len(rows)) if moves else "",
         table=table_of(matrix) if matrix.num_bytes.size else None,
+    )
+    return render_fragment(
+        "cell.html", doc=document, folded="The plan as text", text=describe(plan)
     )
 
 
@@ -71,25 +70,21 @@ def layout_cell(layout: Layout) -> str:
         return text_cell(f"{layout} on mesh {layout.mesh}")
     what = "shape" if isinstance(layout, BoxLayout) else f"on {layout.mesh}, drawn for shape"
     move = Move(shorten(str(layout), 80), f"{what} {format_shape(shape)}", side)
-    return _cell(moves=[move], legend=legend_of(colours, [move], 1, 1))
+    document = Document(moves=[move], legend=legend_of(colours, [move], 1, 1))
+    return render_fragment("cell.html", doc=document, folded="", text="")
 
 
 def run_cell(report: RunReport) -> str:
     """A run report: its figures and rounds; all of it as text."""
-    run = run_of([report]) if report.rounds else None
     text = str(report)
-    return _cell(text, "The report as text", headline=text.partition("\n")[0], run=run)
+    document = Document(text.partition("\n")[0], run=run_of([report]) if report.rounds else None)
+    return render_fragment("cell.html", doc=document, folded="The report as text", text=text)
 
 
 def text_cell(text: str) -> str:
-    return _cell(
-        text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}\n... print it to see all of it"
-    )
-
-
-def _cell(text: str = "", folded: str = "", **words: Any) -> str:
-    empty = dict.fromkeys(("headline", "items", "moves", "legend", "table", "run"), "")
-    return render_fragment("cell.html", text=text, folded=folded, **{**empty, **words})
+    if len(text) > MAX_TEXT:
+        text = f"{text[:MAX_TEXT]}\n... print it to see all of it"
+    return render_fragment("cell.html", doc=Document(), folded="", text=text)
 
 
 def sample_shape(layout: Layout) -> tuple[int, ...] | None:

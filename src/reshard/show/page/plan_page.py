@@ -22,7 +22,6 @@ from reshard.planning.plans import Plan
 from reshard.show.holdings import holdings, picture_of, two_dims
 from reshard.show.name_patterns import named_pairs
 from reshard.show.page.document import (
-    Card,
     Document,
     Footer,
     Lane,
@@ -34,14 +33,7 @@ from reshard.show.page.document import (
     render_page,
 )
 from reshard.show.page.drawings import Colours, Tick, drawing_of, links_of, table_of
-from reshard.show.plan_text import (
-    StackRow,
-    headline,
-    link_imbalance,
-    reasons,
-    relay_imbalance,
-    stack_rows,
-)
+from reshard.show.plan_text import Figure, StackRow, figures, headline, reasons, stack_rows
 from reshard.show.run_report import RoundReport, RunReport, format_seconds
 from reshard.show.terminal import table
 from reshard.show.traffic import Matrix, to_trace, traffic_matrix
@@ -85,7 +77,7 @@ def document_of(
     moves = moves_of([kind[0] for kind in kinds[:MAX_DRAWN]], colours)
     return Document(
         headline(plan, rows),
-        list(cards_of(plan)),
+        list(figures(plan)),
         _data(plan, rows, kinds[:MAX_DRAWN], moves, matrix),
         digest=plan.digest,
         reasons=[*reasons(plan), *notes],
@@ -167,34 +159,6 @@ def legend_of(colours: Colours, moves: Sequence[Move], num_kinds: int, num_rows:
     return text
 
 
-def cards_of(plan: Plan) -> Iterator[Card]:
-    found = plan.summary()
-
-    def against(num_bytes: int, least: int | None) -> tuple[str, str]:
-        note = "" if least is None else f"{format_bytes(least)} at least"
-        return format_bytes(num_bytes), "the least possible" if num_bytes == least else note
-
-    yield Card("On the wire", *against(found.wire_bytes, found.lower_bound_bytes))
-    yield Card("Messages", f"{found.num_messages:,}", f"in {count(found.num_rounds, 'round')}")
-    part = min(found.peak_bytes / plan.memory, 1.0) if plan.memory else None
-    cap = f"cap {format_bytes(plan.memory)}"
-    yield Card("Peak staging", format_bytes(found.peak_bytes), cap, part)
-    if found.mean_sender_bytes:
-        ratio = f"{found.busiest_sender_bytes / found.mean_sender_bytes:.2f} x the mean"
-        yield Card("Busiest source sends", format_bytes(found.busiest_sender_bytes), ratio)
-    if found.busiest_relay_bytes:
-        relayed, marks = format_bytes(found.busiest_relay_bytes), relay_imbalance(found)
-        yield Card("Passed on by a rank", relayed, ", ".join(["at most", *marks]), bad=bool(marks))
-    if found.copied_bytes:
-        yield Card("Stays on its rank", format_bytes(found.copied_bytes), "copied in place")
-    if found.seconds is not None and found.between_hosts_bytes is not None:
-        least = found.between_hosts_lower_bound_bytes
-        yield Card("Between hosts", *against(found.between_hosts_bytes, least))
-        marks = link_imbalance(found)
-        note = ", ".join([f"bottleneck: {found.bottleneck}", *marks])
-        yield Card("Predicted", f"{found.seconds:.3g} s", note, bad=bool(marks))
-
-
 def moves_of(rows: Sequence[StackRow], colours: Colours) -> list[Move]:
     moves = []
     for row in rows:
@@ -264,24 +228,24 @@ def run_of(reports: Sequence[RunReport]) -> Run | None:
     return Run(list(_run_cards(reports)), lanes, scale, note)
 
 
-def _run_cards(reports: Sequence[RunReport]) -> Iterator[Card]:
+def _run_cards(reports: Sequence[RunReport]) -> Iterator[Figure]:
     slowest = max(reports, key=lambda report: report.seconds)
-    yield Card(
+    yield Figure(
         "Measured",
         format_seconds(slowest.seconds),
         f"on rank {slowest.rank}" + f", the slowest of {len(reports)}" * (len(reports) > 1),
     )
     before = slowest.setup + slowest.handshake
     parts = f"setup {format_seconds(slowest.setup)}, handshake {format_seconds(slowest.handshake)}"
-    yield Card("Before the first round", format_seconds(before), parts)
+    yield Figure("Before the first round", format_seconds(before), parts)
     sent = sum(report.bytes_sent for report in reports)
     rate = max(report.bytes_per_second for report in reports)
-    yield Card("Sent", format_bytes(sent), f"by {count(len(reports), 'rank')} with a report")
-    yield Card("Fastest rank", f"{rate / 1e9:.2f} GB/s", "sent or received, and kept")
+    yield Figure("Sent", format_bytes(sent), f"by {count(len(reports), 'rank')} with a report")
+    yield Figure("Fastest rank", f"{rate / 1e9:.2f} GB/s", "sent or received, and kept")
     waited = max(reports, key=lambda report: report.waiting)
-    yield Card("Longest wait", format_seconds(waited.waiting), f"on rank {waited.rank}")
+    yield Figure("Longest wait", format_seconds(waited.waiting), f"on rank {waited.rank}")
     peak = max(report.peak_staging for report in reports)
-    yield Card("Staged", format_bytes(peak), "at most on a rank")
+    yield Figure("Staged", format_bytes(peak), "at most on a rank")
 
 
 def _lane(rank: int, part: RoundReport, longest: float) -> Lane:
