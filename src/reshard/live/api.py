@@ -17,7 +17,7 @@ from reshard.live.call import Call
 from reshard.live.compiled import compiled_plan
 from reshard.live.failure.cleanup import abandon, with_ticket
 from reshard.live.inputs.bound import Tensors
-from reshard.live.inputs.request import Options, options_from
+from reshard.live.inputs.request import Options
 from reshard.live.session.session import Ticket, all_connections
 from reshard.live.session.store import UndecidedError
 from reshard.live.transport.in_flight import InFlight
@@ -64,14 +64,15 @@ def raise_on_all_ranks(
 
 def skip_exchange(ticket: Ticket, plan: Plan, options: Mapping[str, Any]) -> bool:
     """End a call of a plan without messages, if the ranks have compared it; whether that is so."""
-    compiled = None if plan.compiled is None else compiled_plan(plan, ticket.group)
+    if plan.compiled is None:
+        return False
+    compiled, session = compiled_plan(plan, ticket.group)
     if compiled is None:
         return False
-    if options.get("check") != "never" and len(compiled.ranks) > 1:
-        session, checked = compiled.session(ticket.group), options_from(options)
-        if (compiled.digest, checked.transport, checked.atomic) not in session.agreed:
+    if len(compiled.ranks) > 1 and options.get("check") != "never":
+        if session is None or (compiled.digest, "", False) not in session.agreed:
             return False
-        session.close_call(session.begin(ticket, checked.tag))
+        session.close_call(session.begin(ticket, options.get("tag")))
     ticket.finish()
     return True
 

@@ -90,13 +90,16 @@ class Call:
         self.ticket, self.plan, self.options = ticket, plan, options
         self.grad, self._ask_grad, self.report = grad, ask_grad, report
         self._transports: list[Transport] = []
-        compiled = self.compiled = compiled_plan(plan, ticket.group)
+        compiled, session = compiled_plan(plan, ticket.group)
+        self.compiled = compiled
         if compiled is None or len(compiled.ranks) < 2:
             return
         if compiled.exchanges or options.check != "never":
-            session = self.session = compiled.session(ticket.group)
+            session = self.session = session or compiled.session(ticket.group)
             session.begin(ticket, options.tag)
-            key = self._key = compiled.digest, options.transport, options.atomic
+            # No transport carries the calls of a plan without messages.
+            transport = options.transport if compiled.exchanges else ""
+            key = self._key = compiled.digest, transport, options.atomic
             if key not in session.agreed:
                 self._is_first = self._compares = session.must_compare(ticket, key)
             if options.check == "always":
@@ -150,7 +153,7 @@ class Call:
                 compiled.log_transports(self._transports)
             inbox, wait = watch.inbox, watch.wait
             exchange = Exchange(program, bound, self._transports, inbox, wait, report, after)
-            watch.status = exchange.status
+            watch.progress = exchange.status
         if report is not None:
             report.transports = {peer: t.label(peer) for t in self._transports for peer in t.peers}
             report.setup = time.perf_counter() - began

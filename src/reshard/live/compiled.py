@@ -50,18 +50,17 @@ class CompiledPlan:
         """Programs for tensors that are not contiguous."""
         self.shows_progress = rank == plan.parties[0] and self.contiguous.total >= MIN_BYTES
         """Whether this rank shows a progress bar if standard error is a terminal."""
-        self.group: Callable[[], dist.ProcessGroup | None] = lambda: None
-        """The process group of the last call."""
-        self._session: tuple[Any, Session] | None = None
-        """The process group of the last call that needed a session, and the session."""
+        self.last: tuple[Callable[[], dist.ProcessGroup | None], Session | None]
+        self.last = (lambda: None), None
+        """The process group of the last call, and the session if a call there needed one; threads
+        may use the plan in several groups."""
 
     def session(self, given: dist.ProcessGroup | None) -> Session:
-        """The session of the plan's ranks in a group; threads may use the plan in several."""
+        """The session of the plan's ranks in a group."""
         group: Any = given or dist.group.WORLD
-        last = self._session
-        if last is None or last[0]() is not group or last[1].is_over:
-            last = self._session = weakref.ref(group), session_of(group, self.ranks)
-        return last[1]
+        session = session_of(group, self.ranks)
+        self.last = weakref.ref(group), session
+        return session
 
     def program_for(self, bound: BoundTensors) -> Program:
         """The program for tensors of a call that are not contiguous."""
@@ -136,13 +135,20 @@ def _holds(spec: TensorSpec, rank: int, least: int) -> bool:
     return holds and prod(spec.layout.local_shape(rank, spec.shape)) >= least
 
 
-def compiled_plan(plan: Plan, given: dist.ProcessGroup | None) -> CompiledPlan | None:
-    """The plan compiled for this rank of a group, once; None if the rank has no part in it."""
+def compiled_plan(
+    plan: Plan, given: dist.ProcessGroup | None
+) -> tuple[CompiledPlan | None, Session | None]:
+    """The plan compiled for this rank of a group, once, and its session if it has one by now.
+
+    None if the rank has no part in the plan.
+    """
     compiled: CompiledPlan | None = plan.compiled
     group: Any = given or dist.group.WORLD
     # dist.get_rank takes microseconds; the rank does not change while a group lives.
-    if compiled is not None and compiled.group() is group and group is not None:
-        return compiled
+    if compiled is not None and group is not None:
+        find_group, session = compiled.last
+        if find_group() is group:
+            return compiled, None if session is None or session.is_over else session
     if group is None:
         raise LiveError(
             "a live move needs torch.distributed: call init_process_group first, or rs.simulate"
@@ -155,7 +161,7 @@ def compiled_plan(plan: Plan, given: dist.ProcessGroup | None) -> CompiledPlan |
         )
     rank = dist.get_rank()
     if rank not in plan.parties:
-        return None
+        return None, None
     if not is_member:
         raise LiveError(
             f"rank {rank} has a part in this move and is not in the group given by group=: "
@@ -168,5 +174,5 @@ def compiled_plan(plan: Plan, given: dist.ProcessGroup | None) -> CompiledPlan |
             "rank %d: compiled plan %.8s of %s in %.3f s", rank, plan.digest,
             count(len(plan.want), "tensor"), time.perf_counter() - began,
         )  # fmt: skip
-    compiled.group = weakref.ref(group)
-    return compiled
+    compiled.last = weakref.ref(group), None
+    return compiled, None

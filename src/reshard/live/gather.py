@@ -79,7 +79,7 @@ class _Gather:
     def _exchange(self, watch: Watch, data: bytes) -> dict[int, bytes]:
         """Send this rank's bytes in a buffer, wait for all Hellos, and read what they name."""
         me, peers, hellos = watch.connections.rank, watch.connections.peers, watch.inbox.hellos
-        watch.status = lambda: f"on rank {me}: its own part is sent"
+        watch.progress = lambda: f"on rank {me}: its own part is sent"
         check_earlier_calls(watch)
         frame = _LENGTH.pack(len(data)) + data
         buffer = watch.connections.buffers.take(len(frame))

@@ -109,6 +109,8 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """This rank's parts, in the order in which its layout lists their boxes; no autograd."""
+    if type(tensor) is torch.Tensor:
+        return (tensor,)
     if is_dtensor(tensor):
         from reshard.tensors.dtensor.wrapping import dtensor_local
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from operator import index
+from operator import index, is_
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack, cast, overload
 
 import torch
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from reshard.dtypes import ITEMSIZE, canonical_dtype
 from reshard.errors import ReshardError, TensorError
 from reshard.layout.layout import Layout
-from reshard.layout.spec import TensorSpec, is_part_of
+from reshard.layout.spec import is_part_of
 from reshard.live.failure.cleanup import with_ticket
 from reshard.live.session.session import Ticket
 from reshard.planning.plans import ONE, RunOptions
@@ -141,8 +141,8 @@ def move(
     destination: Any = _read(want) if isinstance(want, str) else want
     target: Any = _read(to) if isinstance(to, str) else to
     request = Request(
-        tensor, source, destination, target, shape, dtype, cast_to, device, memory, into, grad,
-        async_op, forward_dtype, backward_dtype, options,
+        tensor, target, source, destination, shape, dtype, cast_to, device, memory, into,
+        forward_dtype, backward_dtype, grad, async_op, options,
     )  # fmt: skip
     if are_ranks_simulated():
         raise TensorError(
@@ -172,19 +172,19 @@ class Request(NamedTuple):
     """The arguments of one `rs.move`."""
 
     tensor: Any
+    to: Any
     have: Layout | None
     want: Layout | None
-    to: Any
     shape: Sequence[int] | None
     dtype: object
     cast_to: object
     device: torch.device | str | None
     memory: int | str | None
     into: torch.Tensor | None
-    grad: Grad
-    async_op: bool
     forward_dtype: torch.dtype | None
     backward_dtype: torch.dtype | None
+    grad: Grad
+    async_op: bool
     options: Mapping[str, Any]
 
     @property
@@ -194,20 +194,17 @@ class Request(NamedTuple):
     def is_on_own_mesh(self) -> bool:
         """Whether a DTensor gets other placements on its own mesh."""
         target = self.target
-        if not isinstance(target, tuple | list) or not target:
+        if not isinstance(target, tuple | list) or len(target) != 2:
             return False
         # Comparing takes longer than looking whether it is the same one.
         mesh = self.tensor.device_mesh
         return target[0] is mesh or bool(target[0] == mesh)
 
     def is_default(self) -> bool:
-        """Whether it has a tensor and a destination, and nothing else is asked for."""
-        return (
-            self.have is None and self.shape is None and self.dtype is None
-            and self.cast_to is None and self.device is None and self.memory is None
-            and self.into is None and self.forward_dtype is None and self.backward_dtype is None
-            and not self.options
-        )  # fmt: skip
+        """Whether it has a tensor and a destination `to`, and nothing else is asked for."""
+        asked, (grad, async_op, options) = self[2:12], self[12:]
+        usual = not options and grad == "sum" and async_op is False
+        return usual and all(map(is_, asked, _NOTHING_ASKED))
 
     def ranks(self) -> set[int]:
         """The ranks that the arguments name, as far as they can be understood."""
@@ -263,6 +260,9 @@ class Request(NamedTuple):
         return None if self.cast_to is None else canonical_dtype(self.cast_to)
 
 
+_NOTHING_ASKED = (None,) * 10
+
+
 @cache
 def _redistribution() -> Any:
     """The module for DTensors; it imports torch.distributed.tensor, which takes a second."""
@@ -273,11 +273,12 @@ def _redistribution() -> Any:
 
 def _move(ticket: Ticket, request: Request, on_own_mesh: bool) -> Any:
     """Move; ``on_own_mesh`` is whether a DTensor gets other placements on its own mesh."""
-    tensor, target = request.tensor, request.check()
+    tensor = request.tensor
     if on_own_mesh and ticket.group is None and request.is_default():
-        repeated = _redistribution().repeat(ticket, tensor, target)
+        repeated = _redistribution().repeat(ticket, tensor, request.to)
         if repeated is not None:
             return repeated
+    target = request.check()
     to_layout = isinstance(target, Layout)
     memory = USUAL_MEMORY if request.memory is None else parse_bytes(request.memory)
     casts = request.forward_dtype or request.backward_dtype
@@ -353,7 +354,7 @@ def _layout_on_mesh(target: OnMesh, shape: tuple[int, ...]) -> Layout:
 def _destination(into: torch.Tensor, one: TensorMove) -> Destination:
     if not isinstance(into, torch.Tensor):
         raise TensorError(f"into= is {_show(into)}: give a tensor")
-    check_matches(into, TensorSpec(one.shape, one.cast, one.want), ONE, is_source=False)
+    check_matches(into, one.plan.want[ONE], ONE, is_source=False)
     return destination_of(into)
 
 

@@ -14,6 +14,7 @@ import contextlib
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
@@ -36,6 +37,9 @@ from reshard.live.session.store import UndecidedError, Worker, release_locks_of
 
 CLEANUP_SECONDS = 5.0
 """The longest that an interrupted call waits for the cleanup thread."""
+
+PAUSE = 0.0005
+"""Seconds between two checks whether the cleanup thread has ended a call."""
 
 LOOK_EVERY = 0.3
 """Seconds between two checks whether a second exception took a thread out of its call."""
@@ -108,7 +112,9 @@ def abandon(ticket: Ticket, error: BaseException) -> BaseException:
         return error.error
     _abandoned.put((ticket, error))
     if not ticket.over:
-        ticket.cleaned_up.acquire(timeout=CLEANUP_SECONDS)
+        end = time.monotonic() + CLEANUP_SECONDS
+        while not ticket.over and time.monotonic() < end:
+            time.sleep(PAUSE)
         ticket.owner = None
     return error
 
@@ -123,8 +129,6 @@ def _clean_up(ticket: Ticket, error: BaseException) -> None:
                 ticket.undo()
     finally:
         ticket.finish()
-        with contextlib.suppress(RuntimeError):
-            ticket.cleaned_up.release()
 
 
 def _begin_cleanup(ticket: Ticket, error: BaseException) -> None:

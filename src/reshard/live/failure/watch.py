@@ -53,6 +53,8 @@ class Watch:
     """Peers that are reached over the network."""
     written: object = None
     """The tensors into which other processes may write."""
+    progress: Callable[[], str] | None = None
+    """How far this rank has come, for error messages."""
     suspect: Callable[[], None] | None = None
     """Raises if a missing peer is in another call; called whenever the store is looked at."""
     _graph: WaitGraph | None = None
@@ -80,8 +82,6 @@ class Watch:
         self.grad, self.tag_code = grad, 0 if ticket.tag is None else ticket.tag.code
         self.mailbox = connections.mailbox
         self.inbox = self.mailbox.open(self.call)
-        self.status: Callable[[], str] = lambda: f"on rank {connections.rank}: no round begun"
-        """How far this rank has come, for error messages."""
         self.broken: dict[int, str] = {}
         """Peers whose connection over the network failed, and how."""
         self._left_at: dict[int, float] = {}
@@ -93,6 +93,11 @@ class Watch:
         """This rank's Hello, with the fields that a transport adds."""
         finished = self.mailbox.num_finished
         return Hello(self.call, self.digest, self.grad, self.tag_code, finished, **more)
+
+    def status(self) -> str:
+        """How far this rank has come, for error messages."""
+        nothing = f"on rank {self.connections.rank}: no round begun"
+        return nothing if self.progress is None else self.progress()
 
     # Waiting -----------------------------------------------------------------------------------
 
@@ -371,4 +376,4 @@ class Watch:
         self.finish_handshake()
         self.mailbox.close(self.call)
         over = f"on rank {self.connections.rank}: the call is over"
-        self.status, self.written = lambda: over, None
+        self.progress, self.written = over.__str__, None

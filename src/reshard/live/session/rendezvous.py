@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 from reshard.errors import MoveTimeoutError, PeerLostError, ReshardError
 from reshard.layout.mesh import format_ranks
@@ -108,18 +108,17 @@ class Connections:
         self.direct = frozenset(rank for rank, peer in self.peers.items() if peer.direct)
         """The peers that read and write this rank's memory, and it theirs."""
         self.spans_hosts = len(set(self.hosts.values())) > 1
-        self._resources: dict[object, Resource] = {}
+        self._resources: dict[object, Any] = {}
 
     def resource(self, make: Callable[[Connections], R]) -> R:
         """A transport's resource for this session, made at its first use."""
-        resource = self._resources.get(make)
-        if resource is None:
-            resource = self._resources.setdefault(make, make(self))
-        return cast(R, resource)
+        resource: R | None = self._resources.get(make)
+        return self._resources.setdefault(make, make(self)) if resource is None else resource
 
     def existing(self, make: Callable[[Connections], R]) -> R | None:
         """The same, or None if it was never made."""
-        return cast("R | None", self._resources.get(make))
+        found: R | None = self._resources.get(make)
+        return found
 
     def release(self) -> None:
         self.buffers.release()

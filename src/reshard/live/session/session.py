@@ -74,9 +74,6 @@ class Ticket:
         self.inside = _thread.allocate_lock()
         """Locked while the thread is inside the call. The interpreter releases it when an exception
         leaves the call, before a signal handler can raise another one."""
-        self.cleaned_up = _thread.allocate_lock()
-        """Released when the cleanup thread has ended the call."""
-        self.cleaned_up.acquire()
         open_tickets[self] = None
 
     def finish(self) -> None:
@@ -212,6 +209,9 @@ class Session(Member):
 
     def connect(self, ticket: Ticket, timeout: float, what: str) -> Connections:
         """Connect the ranks; ``what`` is what the call does, for errors."""
+        if self.connections is not None:
+            self.connections.client.renew()
+            return self.connections
         began = time.monotonic()
         # All ranks must connect in the same call: the first that has not given up.
         while self.connections is None and (earlier := self._calls_before(ticket)):
@@ -231,8 +231,6 @@ class Session(Member):
                 "rank %d: connected ranks %s on %s in %.3f s", self.rank,
                 format_ranks(self.ranks), hosts, time.monotonic() - began,
             )  # fmt: skip
-        else:
-            self.connections.client.renew()
         assert self.connections is not None
         return self.connections
 

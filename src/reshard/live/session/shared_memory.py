@@ -13,7 +13,7 @@ import ctypes
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from itertools import count
 from operator import attrgetter
 
@@ -21,9 +21,9 @@ import numpy as np
 
 from reshard.live.copy.cuda_driver import CudaError, Driver
 from reshard.live.copy.host import array_at
-from reshard.live.session.store import OwnedLock
 
 _numbers = count(1)
+_TAKEN = object()
 
 
 class SharedBuffer:
@@ -92,8 +92,8 @@ class BufferPool:
         self, retire: Callable[[SharedBuffer], None], has_read: Callable[[int, int], bool]
     ) -> None:
         """``retire`` frees a buffer; ``has_read`` says whether a peer has read all of a call."""
-        self._free: list[SharedBuffer] = []
-        self._lock = OwnedLock()
+        self._free: dict[SharedBuffer, None] = {}
+        """Several threads take buffers from it: the one that pops a buffer has it."""
         self.retire, self._has_read = retire, has_read
 
     def take(self, num_bytes: int) -> SharedBuffer:
@@ -101,22 +101,21 @@ class BufferPool:
 
         A new one replaces all that are idle.
         """
-        read, idle = self._has_read, list[SharedBuffer]()
-        with self._lock:
-            for buffer in sorted(self._free, key=attrgetter("num_bytes")):
-                if all(map(read, buffer.loans, buffer.loans.values())):
-                    if buffer.num_bytes >= num_bytes:
-                        self._free = [one for one in self._free if one is not buffer]
-                        return buffer
+        read, free, idle = self._has_read, self._free, list[SharedBuffer]()
+        for buffer in sorted(free, key=attrgetter("num_bytes")):
+            if all(map(read, buffer.loans, buffer.loans.values())):
+                if buffer.num_bytes < num_bytes:
                     idle.append(buffer)
-            self._free = [one for one in self._free if one not in idle]
+                elif free.pop(buffer, _TAKEN) is None:
+                    return buffer
         for buffer in idle:
-            self.retire(buffer)
+            if free.pop(buffer, _TAKEN) is None:
+                self.retire(buffer)
         page = mmap.PAGESIZE
         return SharedBuffer.create(max(1, -(-num_bytes // page)) * page)
 
     def end_call(
-        self, used: list[SharedBuffer], call: int, unread_by: Iterable[int], ok: bool
+        self, used: list[SharedBuffer], call: int, unread_by: Collection[int], ok: bool
     ) -> None:
         """Keep the buffers of a call for later ones; after a failure peers may still read them.
 
@@ -128,19 +127,17 @@ class BufferPool:
                 buffer = used.pop()
             except IndexError:
                 return  # the other thread has taken it
-            if ok:
+            if ok and unread_by:
                 buffer.loans |= dict.fromkeys(unread_by, call)
             (self.give_back if ok else self.retire)(buffer)
 
     def give_back(self, buffer: SharedBuffer) -> None:
-        with self._lock:
-            self._free.append(buffer)
+        self._free[buffer] = None
 
     def release(self) -> None:
-        with self._lock:
-            free, self._free = self._free, []
-        for buffer in free:
-            self.retire(buffer)
+        for buffer in tuple(self._free):
+            if self._free.pop(buffer, _TAKEN) is None:
+                self.retire(buffer)
 
 
 SLOTS = 64

@@ -121,6 +121,8 @@ class _HostRound:
 class HostTransport(Transport):
     """Exchanges messages with the ranks of this host in one call."""
 
+    _first: _HostRound
+    """The first round, compiled before the Hellos of peers are there."""
     _published: array[int] | None = None
     """The base addresses of this rank's tensors, which peers read from its memory."""
     _unread_by: frozenset[int] = frozenset()
@@ -175,7 +177,7 @@ class HostTransport(Transport):
         bound, mailbox = self.bound, self.watch.mailbox
         messages: Mapping[int, Message] = {}
         if self.program.num_rounds:
-            first = self._compiled(self.program.round(0), ())
+            first = self._first = self._compiled(self.program.round(0), ())
             messages = first.eager
             if first.direct:
                 bound.note_repeated()
@@ -255,7 +257,10 @@ class HostTransport(Transport):
 
     def unreleased(self, round_: Round) -> Collection[int]:
         """Peers that still read this rank's tensors, or large staged messages."""
-        awaited, released = self._rounds[round_.number].awaited, self.watch.inbox.released
+        awaited = self._rounds[round_.number].awaited
+        if not awaited:
+            return ()
+        released = self.watch.inbox.released
         return [peer for peer in awaited if (peer, round_.number) not in released]
 
     def close(self, ok: bool) -> None:
@@ -268,16 +273,17 @@ class HostTransport(Transport):
         """The compiled round, when all Hellos are there."""
         found = self._rounds.get(round_.number)
         if found is None:
-            found = self._compiled(round_, ())
-            hellos, count = self.watch.inbox.hellos, self.bound.staging
-            # Only these peers are sure to be in the call still: they wait for this rank.
-            strided = [peer for peer in found.accessed if hellos[peer].strided]
-            if strided:
-                masks = [
-                    (peer, (self._memory.table(peer, count) == 0).tobytes()) for peer in strided
-                ]
-                found = self._compiled(round_, tuple(masks))
-                self._needs_buffer = not round_.number
+            found = self._first if not round_.number else self._compiled(round_, ())
+            # Only peers whose tensors are accessed are sure to be in the call still: they wait for
+            # this rank.
+            if found.accessed:
+                hellos, count = self.watch.inbox.hellos, self.bound.staging
+                strided = [peer for peer in found.accessed if hellos[peer].strided]
+                if strided:
+                    tables = [(peer, self._memory.table(peer, count)) for peer in strided]
+                    masks = tuple((peer, (table == 0).tobytes()) for peer, table in tables)
+                    found = self._compiled(round_, masks)
+                    self._needs_buffer = not round_.number
             self._rounds[round_.number] = found
         return found
 

@@ -269,43 +269,43 @@ def wrap_moved(
 
 
 MAX_REPEATED = 1024
-"""Moves that are kept per mesh; each is a few hundred bytes."""
+"""Moves that are kept; each is a few hundred bytes."""
 
 
 class _Repeated(NamedTuple):
-    """A move with default settings that was made before.
+    """A move with default settings that was made before, on the mesh of its source.
 
     All references are weak: this keeps no mesh, process group or plan alive.
     """
 
     source: tuple[object, ...]
     """Placements, shape and order of the source."""
-    have: weakref.ref[DeviceMesh]
-    want: weakref.ref[DeviceMesh]
+    mesh: weakref.ref[DeviceMesh]
     move: weakref.ref[TensorMove]
     local_shape: torch.Size
     is_unmoved: bool
     fields: SpecFields
 
 
-_repeated: weakref.WeakKeyDictionary[
-    DeviceMesh, dict[tuple[int, tuple[Placement, ...]], _Repeated]
-] = weakref.WeakKeyDictionary()
+_repeated: dict[tuple[int, tuple[Placement, ...]], _Repeated] = {}
+"""By the hash of the source's spec and the placements of the result."""
 
 
 def repeat(ticket: Ticket, tensor: DTensor, target: OnMesh) -> DTensor | None:
     """Repeat a move that `remember` has cached; None if it has not, or if gradients are wanted."""
     if tensor.requires_grad and torch.is_grad_enabled():
         return None
-    spec, local = tensor._spec, tensor._local_tensor
-    known = _repeated.get(spec.mesh)
-    # The hash of a spec is kept in it, so the look-up compares what it is made of.
-    kept = None if known is None else known.get((hash(spec), tuple(target[1])))
+    spec, local, (mesh, placements) = tensor._spec, tensor._local_tensor, target
+    try:
+        # The hash of a spec is kept in it; what it is made of is compared below.
+        kept = _repeated.get((hash(spec), tuple(placements)))
+    except TypeError:  # these are no placements
+        return None
     if kept is None:
         return None
-    source, have, want, find_move, local_shape, is_unmoved, fields = kept
-    # Equal meshes may have process groups that were destroyed, so it must be the same ones.
-    if have() is not spec.mesh or want() is not target[0]:
+    source, find_mesh, find_move, local_shape, is_unmoved, fields = kept
+    # An equal mesh may have process groups that were destroyed, so it must be the same one.
+    if mesh is not spec.mesh or mesh is not find_mesh():
         return None
     if source != (spec.placements, spec.tensor_meta, spec.shard_order):
         return None
@@ -321,7 +321,7 @@ def repeat(ticket: Ticket, tensor: DTensor, target: OnMesh) -> DTensor | None:
     if moved is None:
         return None
     # The same as the constructor of DTensor, without its checks.
-    fresh = spec_from(target[0], fields)
+    fresh = spec_from(mesh, fields)
     result: DTensor = DTensor.__new__(DTensor, moved, fresh, requires_grad=False)
     return result
 
@@ -331,7 +331,7 @@ def remember(tensor: DTensor, how: Redistribution, moved: DTensor) -> None:
     spec, move, (mesh, placements) = tensor._spec, how.move, how.target
     shape, settings = tensor._local_tensor.shape, how.settings
     is_default = move.cast == move.dtype and move.memory == USUAL_MEMORY
-    if not is_default or settings.group is not None or settings.options:
+    if not is_default or settings.group is not None or settings.options or mesh is not spec.mesh:
         return
     # Strided shards are read in several ways, and empty local tensors may have several shapes.
     both = (*tensor.placements, *placements)
@@ -340,11 +340,10 @@ def remember(tensor: DTensor, how: Redistribution, moved: DTensor) -> None:
     is_unmoved = move.unmoved_local(tensor._local_tensor) is not None
     if is_unmoved and shape != moved._local_tensor.shape:
         return
-    known = _repeated.setdefault(spec.mesh, {})
-    if len(known) >= MAX_REPEATED:
-        known.clear()
+    if len(_repeated) >= MAX_REPEATED:
+        _repeated.clear()
     source = (spec.placements, spec.tensor_meta, spec.shard_order)
-    have, want, fields = weakref.ref(spec.mesh), weakref.ref(mesh), fields_of(moved._spec)
-    known[hash(spec), tuple(placements)] = _Repeated(
-        source, have, want, weakref.ref(move), shape, is_unmoved, fields
+    kept = _Repeated(
+        source, weakref.ref(mesh), weakref.ref(move), shape, is_unmoved, fields_of(moved._spec)
     )
+    _repeated[hash(spec), tuple(placements)] = kept
