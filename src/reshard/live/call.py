@@ -258,13 +258,13 @@ class Call:
         for transport in self._transports:
             transport.send_hellos()
         hellos = watch.inbox.hellos
-        peers = [peer for transport in self._transports for peer in transport.peers]
+        peers = frozenset[int]().union(*[transport.peers for transport in self._transports])
         watch.wait(
-            lambda: [peer for peer in peers if peer not in hellos],
+            lambda: peers - hellos.keys(),
             lambda peer: f"it to begin the move of {program.first_name(peer)}",
         )
-        expected = (watch.digest, watch.grad, watch.tag_code)
-        if any(hellos[peer][1:4] != expected for peer in peers):
+        expected = {(watch.digest, watch.grad, watch.tag_code)}
+        if peers and {hellos[peer][1:4] for peer in peers} != expected:
             check_hellos(watch, self._signature)
         watch.finish_handshake()
 
