@@ -67,6 +67,7 @@ class Call:
     _progress: Bar | None = None
     _key: Key = (b"", "", False)
     _bound: BoundTensors | None = None
+    _transport = ""
     _ok = False
     _is_first = _compares = False
     """Whether to compare with the other ranks. All ranks must decide alike, so it is decided with
@@ -82,13 +83,15 @@ class Call:
         *,
         grad: bool | None = None,
         ask_grad: bool = False,
+        resolves: bool = False,
         report: RunReport | None = None,
     ) -> None:
         """``grad`` is whether this rank's source requires gradients, None if it has no source;
-        ``ask_grad`` whether ranks without a source learn it from others."""
+        ``ask_grad`` whether ranks without a source learn it from others; ``resolves`` whether
+        sources that are lazy conjugates are resolved instead of refused."""
         self.tensors, self.into = tensors, into
         self.ticket, self.plan, self.options = ticket, plan, options
-        self.grad, self._ask_grad, self.report = grad, ask_grad, report
+        self.grad, self._ask_grad, self._resolves, self.report = grad, ask_grad, resolves, report
         self._transports: list[Transport] = []
         compiled, session = compiled_plan(plan, ticket.group)
         self.compiled = compiled
@@ -97,9 +100,10 @@ class Call:
         if compiled.exchanges or options.check != "never":
             session = self.session = session or compiled.session(ticket.group)
             session.begin(ticket, options.tag)
-            # No transport carries the calls of a plan without messages.
-            transport = options.transport if compiled.exchanges else ""
-            key = self._key = compiled.digest, transport, options.atomic
+            # No transport carries the calls of a plan without messages: theirs is "".
+            transport = self._transport = options.transport or compiled.transport
+            carried = transport if compiled.exchanges else ""
+            key = self._key = compiled.digest, carried, options.atomic
             if key not in session.agreed:
                 self._is_first = self._compares = session.must_compare(ticket, key)
             if options.check == "always":
@@ -135,7 +139,7 @@ class Call:
                 check_earlier_calls(watch)
         try:
             bound = self._bound = bind(
-                compiled.locals, self.tensors, self.into, self.ticket.group, options
+                compiled.locals, self.tensors, self.into, self.ticket.group, options, self._resolves
             )
         except TensorError as error:
             if watch is not None:
@@ -174,7 +178,7 @@ class Call:
         """Choose a transport for every peer; the first call of a plan compares it before."""
         watch.suspect = self._check_comparison
         routes = self._compare(watch, bound)
-        peers, option, connections = program.peers, self.options.transport, watch.connections
+        peers, option, connections = program.peers, self._transport, watch.connections
         if self._ask_grad:
             peers |= compiled.grad_hellos.get(program.rank, frozenset())
         gloo, reason, chosen, common = None, None, self._transports, (watch, program, bound)
@@ -210,7 +214,7 @@ class Call:
         session, key = watch.session, self._key
         if self._compares:
             texts = compare(watch, self._signature())
-            option, gpu = self.options.transport, self._gpu(bound)
+            option, gpu = self._transport, self._gpu(bound)
             on_gpus = option != "auto" or any(text.startswith(GPU) for text in texts.values())
             # None as well, so that routes of an earlier comparison do not count any more.
             session.routes[key] = (
@@ -251,8 +255,8 @@ class Call:
             trials = self.watch.connections.resource(GpuTrials)
             where += "\n" + trials.facts(self._gpu(self._bound), has_nccl(self.ticket.group))
         grad = GRAD_CODES[self.grad]
-        transport, atomic = self.options.transport, self.options.atomic
-        return Signature(self.plan, transport, atomic, where, grad, self.ticket.tag)
+        atomic, tag = self.options.atomic, self.ticket.tag
+        return Signature(self.plan, self._transport, atomic, where, grad, tag)
 
     def _shake_hands(self, watch: Watch, program: Program, bound: BoundTensors) -> None:
         for transport in self._transports:

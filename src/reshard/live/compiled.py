@@ -20,6 +20,7 @@ from reshard.layout.columns import drop_oldest
 from reshard.layout.mesh import format_ranks
 from reshard.layout.spec import TensorSpec
 from reshard.live.inputs.bound import BoundTensors, Locals
+from reshard.live.inputs.request import transport_of_environment
 from reshard.live.program.rounds import Program
 from reshard.live.session.session import Session, session_of
 from reshard.live.transport.base import Transport
@@ -43,6 +44,7 @@ class CompiledPlan:
         self.exchanges = plan.summary().num_messages > 0
         """Whether any rank sends a message; if not, calls do not communicate."""
         self.plan = plan
+        self.transport = transport_of_environment()
         self.locals = Locals(plan, rank)
         self.contiguous = Program(plan, rank, {})
         """For contiguous tensors."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from reshard.dtypes import canonical_dtype
 from reshard.errors import ArgumentError, ArgumentTypeError
 from reshard.layout.spec import TensorSpec
+from reshard.live.inputs.bound import materialize
 from reshard.planning.plans import ONE, Plan, plan
 from reshard.sharded.autograd import from_parts
 from reshard.sharded.content import Content, ContentTensor
@@ -27,7 +28,7 @@ from reshard.sharded.move import local_part, split_parts
 from reshard.sharded.specs import PlacementError, ShardingSpec
 from reshard.sharded.tensor import Options, ShardedTensor, Size, filled_tensor, tensor_of
 from reshard.tensors.agreement import Agreement
-from reshard.tensors.kinds import materialize, this_rank
+from reshard.tensors.kinds import this_rank
 from reshard.tensors.local import whole_on
 
 Check = Literal["fingerprint", "none"]

@@ -17,9 +17,10 @@ from torch.utils.hooks import RemovableHandle
 
 from reshard.layout.box import row_major
 from reshard.layout.layout import BoxLayout, Layout
+from reshard.live.inputs.bound import materialize
 from reshard.sharded.groups import Group, members
 from reshard.sharded.metadata import Shard, ShardMetadata, shards_of_layout
-from reshard.tensors.kinds import materialize, this_rank
+from reshard.tensors.kinds import this_rank
 from reshard.tensors.local import joined, piece_view
 
 T = TypeVar("T")

@@ -21,9 +21,9 @@ from reshard.layout.box import Box
 from reshard.layout.boxlist import LocalPieces
 from reshard.layout.layout import BoxLayout
 from reshard.live import api
+from reshard.live.inputs.bound import materialize
 from reshard.planning.adjoint import SumMove
 from reshard.planning.plans import ONE, Plan
-from reshard.tensors.kinds import materialize
 
 T = TypeVar("T")
 

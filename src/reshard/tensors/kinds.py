@@ -90,15 +90,6 @@ def wait_ready(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def materialize(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with its values in memory: not a lazy conjugate, negative or zero."""
-    if tensor._is_zerotensor():
-        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    if tensor.is_conj() or tensor.is_neg():
-        return tensor.resolve_conj().resolve_neg()
-    return tensor
-
-
 def not_compiled(function: F) -> F:
     """Make torch.compile end the graph at a function and call it, and all it calls, untraced.
 

@@ -8,9 +8,9 @@ out = rs.move(None, have, want, shape=..., dtype="bfloat16")    # on a rank that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from operator import index, is_
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack, cast, overload
 
 import torch
@@ -38,7 +38,7 @@ from reshard.tensors.local import (
     local_of,
     spec_of,
 )
-from reshard.tensors.tensor_move import USUAL_MEMORY, Grad, TensorMove, move_between
+from reshard.tensors.tensor_move import NO_OPTIONS, USUAL_MEMORY, Grad, TensorMove, move_between
 from reshard.text import parse_bytes
 
 if TYPE_CHECKING:
@@ -137,6 +137,15 @@ def move(
     ``async_op``, ``forward_dtype`` and ``backward_dtype`` are those of ``DTensor.redistribute``.
     ``options`` are those of `plan.run`, such as ``timeout``: 60 s without a heartbeat.
     """
+    if (
+        (type(to) is tuple and have is want is shape is dtype is cast_to is device is group is None)
+        and (memory is into is forward_dtype is backward_dtype is None and grad == "sum")
+        and (async_op is False and not options and not torch._C._len_torch_dispatch_stack())
+        and (_dtensors is not None and type(tensor) is _dtensors.DTensor and len(to) == 2)
+        and to[0] is tensor._spec.mesh
+    ):
+        named = partial(_named_ranks, (tensor,))
+        return with_ticket(None, named, _dtensors.repeat, tensor, to, _move_by_default)
     source: Any = _read(have) if isinstance(have, str) else have
     destination: Any = _read(want) if isinstance(want, str) else want
     target: Any = _read(to) if isinstance(to, str) else to
@@ -157,7 +166,29 @@ def move(
             # In a call of its own: a layout cannot express the placements of the tensor.
             to = (tensor.device_mesh, placements)
             request = request._replace(tensor=move(tensor, to=to, group=group, **options))
-    return with_ticket(group, request.ranks, _move, request, on_own_mesh)
+    named = partial(_named_ranks, (tensor, source, destination, target))
+    return with_ticket(group, named, _move, request, on_own_mesh)
+
+
+def _move_by_default(ticket: Ticket, tensor: DTensor, to: OnMesh) -> Any:
+    """Move a DTensor on its mesh, with nothing else asked for."""
+    return _move(ticket, Request(tensor, to), True)
+
+
+def _named_ranks(arguments: Iterable[Any]) -> set[int]:
+    """The ranks that the arguments of a move name, as far as they can be understood."""
+    found: set[int] = set()
+    for one in arguments:
+        layout = one
+        if is_dtensor(one):
+            found |= set(one.device_mesh.mesh.flatten().tolist())
+        elif has_layout(one):
+            layout = spec_of(cast(torch.Tensor, one)).layout
+        elif isinstance(one, tuple | list) and one and hasattr(one[0], "mesh"):
+            found |= set(one[0].mesh.flatten().tolist())
+        if isinstance(layout, Layout):
+            found |= {rank for rank in layout.ranks if layout.holds(rank) is not None}
+    return found
 
 
 def _read(text: str) -> Any:
@@ -173,19 +204,19 @@ class Request(NamedTuple):
 
     tensor: Any
     to: Any
-    have: Layout | None
-    want: Layout | None
-    shape: Sequence[int] | None
-    dtype: object
-    cast_to: object
-    device: torch.device | str | None
-    memory: int | str | None
-    into: torch.Tensor | None
-    forward_dtype: torch.dtype | None
-    backward_dtype: torch.dtype | None
-    grad: Grad
-    async_op: bool
-    options: Mapping[str, Any]
+    have: Layout | None = None
+    want: Layout | None = None
+    shape: Sequence[int] | None = None
+    dtype: object = None
+    cast_to: object = None
+    device: torch.device | str | None = None
+    memory: int | str | None = None
+    into: torch.Tensor | None = None
+    forward_dtype: torch.dtype | None = None
+    backward_dtype: torch.dtype | None = None
+    grad: Grad = "sum"
+    async_op: bool = False
+    options: Mapping[str, Any] = NO_OPTIONS
 
     @property
     def target(self) -> Any:
@@ -199,27 +230,6 @@ class Request(NamedTuple):
         # Comparing takes longer than looking whether it is the same one.
         mesh = self.tensor.device_mesh
         return target[0] is mesh or bool(target[0] == mesh)
-
-    def is_default(self) -> bool:
-        """Whether it has a tensor and a destination `to`, and nothing else is asked for."""
-        asked, (grad, async_op, options) = self[2:12], self[12:]
-        usual = not options and grad == "sum" and async_op is False
-        return usual and all(map(is_, asked, _NOTHING_ASKED))
-
-    def ranks(self) -> set[int]:
-        """The ranks that the arguments name, as far as they can be understood."""
-        found: set[int] = set()
-        for one in (self.tensor, self.have, self.want, self.to):
-            layout = one
-            if is_dtensor(one):
-                found |= set(one.device_mesh.mesh.flatten().tolist())
-            elif has_layout(one):
-                layout = spec_of(cast(torch.Tensor, one)).layout
-            elif isinstance(one, tuple | list) and one and hasattr(one[0], "mesh"):
-                found |= set(one[0].mesh.flatten().tolist())
-            if isinstance(layout, Layout):
-                found |= {rank for rank in layout.ranks if layout.holds(rank) is not None}
-        return found
 
     def check(self) -> Any:
         """The destination; refuses one that cannot be understood, and such settings."""
@@ -260,24 +270,24 @@ class Request(NamedTuple):
         return None if self.cast_to is None else canonical_dtype(self.cast_to)
 
 
-_NOTHING_ASKED = (None,) * 10
+_dtensors: Any = None
+"""The module for DTensors, once it was needed: it imports torch.distributed.tensor, which takes a
+second."""
 
 
-@cache
 def _redistribution() -> Any:
-    """The module for DTensors; it imports torch.distributed.tensor, which takes a second."""
-    from reshard.tensors.dtensor import redistribution
+    """The module for DTensors."""
+    global _dtensors
+    if _dtensors is None:
+        from reshard.tensors.dtensor import redistribution
 
-    return redistribution
+        _dtensors = redistribution
+    return _dtensors
 
 
 def _move(ticket: Ticket, request: Request, on_own_mesh: bool) -> Any:
     """Move; ``on_own_mesh`` is whether a DTensor gets other placements on its own mesh."""
     tensor = request.tensor
-    if on_own_mesh and ticket.group is None and request.is_default():
-        repeated = _redistribution().repeat(ticket, tensor, request.to)
-        if repeated is not None:
-            return repeated
     target = request.check()
     to_layout = isinstance(target, Layout)
     memory = USUAL_MEMORY if request.memory is None else parse_bytes(request.memory)

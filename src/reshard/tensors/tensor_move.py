@@ -27,7 +27,7 @@ from reshard.live.session.session import Ticket
 from reshard.planning.adjoint import SumMove, unreduced
 from reshard.planning.plans import DEFAULT_MEMORY, ONE, Plan, plan
 from reshard.tensors.autograd import Backward, attach, gradient_options
-from reshard.tensors.kinds import materialize, this_rank
+from reshard.tensors.kinds import this_rank
 from reshard.text import parse_bytes
 
 Grad = Literal["sum", "replicated"]
@@ -159,14 +159,21 @@ class TensorMove:
         """The call of the engine that moves the values; its result has them under `ONE`."""
         sources = {}
         if local is not None:
-            source = materialize(local)
-            sources[ONE] = source.detach() if source.requires_grad else source
+            sources[ONE] = local.detach() if local.requires_grad else local
             device = None if local.is_cpu else local.device  # where the source is
         destinations = None if into is None else {ONE: into.detach()}
-        chosen = options_from(options, device)
-        # A rank without `into=` may return its source, and would send no Hello.
-        ask = self._shapes_if_unmoved(options) is None
-        return Call(ticket, self.plan, sources, destinations, chosen, grad=grad, ask_grad=ask)
+        chosen, ask = options_from(options, device), self.asks_grad(options)
+        return Call(
+            *(ticket, self.plan, sources, destinations, chosen),
+            grad=grad, ask_grad=ask, resolves=True,
+        )  # fmt: skip
+
+    def asks_grad(self, options: Options) -> bool:
+        """Whether ranks without a source ask others whether it requires gradients.
+
+        Not where nothing moves: a rank without `into=` returns its source, and sends no Hello.
+        """
+        return not self._may_be_unmoved or self._shapes_if_unmoved(options) is None
 
     def unmoved(
         self,
@@ -183,10 +190,10 @@ class TensorMove:
         if result is not None:
             options_from(options)  # raises if there is no such option
             if not skip_exchange(ticket, self.plan, options):
-                sources = {} if local is None else {ONE: materialize(local).detach()}
+                sources = {} if local is None else {ONE: local.detach()}
                 # The source is the result, so it is not freed, even if it is donated.
                 kept = options_from({**options, "donate": False}, result.device)
-                Call(ticket, self.plan, sources, None, kept, grad=grad).run()
+                Call(ticket, self.plan, sources, None, kept, grad=grad, resolves=True).run()
         return result
 
     def unmoved_local(self, local: Tensor | None, options: Options = NO_OPTIONS) -> Tensor | None:

@@ -74,9 +74,8 @@ class Bases(Protocol):
     @property
     def table(self) -> Ints: ...
 
-    @property
-    def is_host(self) -> bool:
-        """Whether all tensors are in the memory of the host."""
+    is_host: bool
+    """Whether all tensors are in the memory of the host."""
 
 
 class HostCopies:

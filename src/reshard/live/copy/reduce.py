@@ -21,11 +21,23 @@ import torch
 from reshard.dtypes import accumulator, storage_dtype
 from reshard.layout.columns import Ints
 from reshard.live.copy.gpu import WORDS, TensorTable, TorchCopies
-from reshard.live.copy.host import RAW, Array, Bases, HostCopies, array_at, as_tensor
+from reshard.live.copy.host import (
+    FIRST_PAGE,
+    MEMORY,
+    RAW,
+    Array,
+    Bases,
+    HostCopies,
+    array_at,
+    as_tensor,
+)
 from reshard.live.program.blocks import CopyList, Place
 from reshard.live.program.rounds import Transfer
 
-DIRECT = {"float32", "float64", "int32", "int64", "float16", "bfloat16"}
+HALVES = {"float16", "bfloat16"}
+"""Dtypes that are added up in float32."""
+
+DIRECT = {"float32", "float64", "int32", "int64", *HALVES}
 """Dtypes whose addends are added up block by block."""
 
 MIN_BLOCK = 4096
@@ -70,6 +82,7 @@ class OrderedSum:
         self._op = reduce[0] if reduce else "sum"
         self._wide, self._staging = accumulator(self._dtype), staging
         self._num_addends = 1 + self._addends[-1].addend
+        self._storage = storage_dtype(self._dtype)
         self._blocks = self._in_same_blocks()
         self._on_host: HostCopies | None = None
         self._with_torch: TorchCopies | None = None
@@ -118,11 +131,11 @@ class OrderedSum:
         )
         if small or cast or floored or dtype not in DIRECT or len(addends) < 2 or not same:
             return None
-        places = [first.destination, *(one.source for one in addends)]
-        columns = [_operands(place, first.itemsize) for place in places]
-        packed = _operands(first.in_message(0, self._staging), first.itemsize)
-        rows = zip(first.width.tolist(), packed, *columns, strict=True)
-        return [(shape, list(operands)) for shape, *operands in rows]
+        packed = first.in_message(0, self._staging)
+        places = [packed, first.destination, *(one.source for one in addends)]
+        columns = [_operands(place, first.itemsize, FIRST_PAGE) for place in places]
+        rows = zip(first.width.tolist(), *columns, strict=True)
+        return [(shape, operands) for shape, *operands in rows]
 
     def run(self, tensors: Bases, arrived: Arrived, gpu: torch.device | None) -> int:
         """Add up, on a GPU if there is one; returns the bytes that it took beyond the tensors."""
@@ -149,16 +162,17 @@ class OrderedSum:
         arrived: Arrived,
     ) -> int:
         """Add up block by block, from the tensors and messages into the destination."""
-        kind, used = storage_dtype(self._dtype), 0
+        array, kind, used = np.ndarray, self._storage, 0
         messages: list[Any] = [arrived.get(id(one)) for one in self._addends]
-        for shape, (packed, into, *own) in blocks:
-            total = array_at(addresses[into[0]] + into[1], shape, kind, into[2])
-            arrays = []
-            for message, (base, offset, strides) in zip(messages, own, strict=True):
-                if message is None:
-                    arrays.append(array_at(addresses[base] + offset, shape, kind, strides))
-                else:
-                    arrays.append(array_at(message + packed[1], shape, kind, packed[2]))
+        for shape, ((_, at, packed), (to, to_offset, to_strides), *own) in blocks:
+            # `array_at`, without a call per addend; the offsets count from `MEMORY`.
+            total = array(shape, kind, MEMORY, addresses[to] + to_offset, to_strides)
+            arrays = [
+                array(shape, kind, MEMORY, addresses[base] + offset, strides)
+                if message is None
+                else array(shape, kind, MEMORY, message + at, packed)
+                for message, (base, offset, strides) in zip(messages, own, strict=True)
+            ]
             used = max(used, add_up(self._op, self._dtype, total, arrays))
         return used
 
@@ -228,11 +242,13 @@ _Operand = tuple[int, int, Sequence[int]]
 """Base number, offset in bytes and strides in bytes of a block."""
 
 
-def _operands(place: Place, size: int) -> list[_Operand]:
-    columns = (place.base, place.offset, place.strides * size)
+def _operands(place: Place, size: int, origin: int = 0) -> list[_Operand]:
+    """The operand of each block; offsets count from the origin."""
+    columns = (place.base, place.offset - origin, place.strides * size)
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
+@np.errstate(all="ignore")  # gradients overflow where losses are scaled
 def add_up(op: str, dtype: str, total: Array, addends: Sequence[Array]) -> int:
     """Add up two addends or more in their order, all of the same shape as ``total``.
 
@@ -245,11 +261,13 @@ def add_up(op: str, dtype: str, total: Array, addends: Sequence[Array]) -> int:
     >>> total.tolist()
     [3.0, 3.0, 3.0]
     """
-    add, used = _add if accumulator(dtype) == dtype else _add_halves, 0
-    with np.errstate(all="ignore"):  # gradients overflow where losses are scaled
-        for at in _slices(total.shape, total.itemsize):
-            used = max(used, add(op, dtype, total[at], [addend[at] for addend in addends]))
-    return used
+    add = _add_halves if dtype in HALVES else _add
+    if total.nbytes <= SLICE_BYTES:
+        return add(op, dtype, total, addends)
+    return max(
+        add(op, dtype, total[at], [addend[at] for addend in addends])
+        for at in _slices(total.shape, total.itemsize)
+    )
 
 
 def _add(op: str, dtype: str, total: Array, addends: Sequence[Array]) -> int:

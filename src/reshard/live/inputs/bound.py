@@ -32,6 +32,8 @@ guards: Any = getattr(_dynamo, "guards", None)
 
 _empty_on_host: Callable[..., torch.Tensor] | None = getattr(guards, "_empty_strided_cpu", None)
 
+HOST = torch.device("cpu")
+
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 _is_nested: Callable[[torch.Tensor], bool] = attrgetter("is_nested")
@@ -141,6 +143,7 @@ class AcceptedTensors:
             bound.strides |= self._strides
             bound.on_devices += self._on_devices
             bound.devices |= self._devices
+            bound.is_plain, bound.is_host = False, not bound.on_devices
         return True
 
 
@@ -161,6 +164,10 @@ class BoundTensors:
     _sides: tuple[Side, ...] = ()
     """Those with large tensors that were given."""
     _table: Ints | None = None
+    is_host = True
+    """Whether all tensors are in the memory of the host."""
+    is_plain = True
+    """Whether all tensors are contiguous memory of the host, which peers may access."""
 
     def __init__(self, staging: int) -> None:
         """``staging`` is the number of the staging buffer, after all tensors."""
@@ -176,8 +183,11 @@ class BoundTensors:
         """Their devices."""
         self.result: dict[str, torch.Tensor] = {}
 
-    def bind(self, side: Side, given: Tensors) -> None:
-        """Check the given tensors of one side against the plan, and add them."""
+    def bind(self, side: Side, given: Tensors, resolves: bool = False) -> None:
+        """Check the given tensors of one side against the plan, and add them.
+
+        ``resolves`` is whether those that are lazy conjugates or negatives are resolved.
+        """
         if side.large:
             self._sides = (*self._sides, side)
         if side.accepted is not None and side.accepted.bind(self, given):
@@ -193,6 +203,8 @@ class BoundTensors:
             number, tensor = local.number, given.get(local.name)
             if type(tensor) not in _PLAIN:
                 may_recur = False
+            if resolves and tensor is not None:
+                tensor = materialize(tensor)
             if tensor is None:
                 if local.shape.numel():
                     raise TensorError(
@@ -206,16 +218,16 @@ class BoundTensors:
             self.tensors[number] = tensor
             self.addresses[number] = tensor.data_ptr()
             if not tensor.is_contiguous():
-                self.strides[number] = tuple(tensor.shape), tensor.stride()
+                self.strides[number], self.is_plain = (tuple(tensor.shape), tensor.stride()), False
             if not tensor.is_cpu:
-                self.on_devices.append(number)
-                self.devices.add(tensor.device)
+                self._note_device(number, tensor)
         if may_recur:
             side.accepted = AcceptedTensors(side.specs, self)
 
     def create(self, side: Side, device: torch.device, like: Tensors | None = None) -> None:
         """Create the tensors of one side on a device, or where those of the same name are."""
-        allocate, on_host = _allocator_on(device), device.type == "cpu" and like is None
+        on_host = device is HOST and like is None
+        allocate = (_empty_on_host if on_host else None) or _allocator_on(device)
         for number, name, shape, strides, dtype in side.contiguous:
             if like is not None:
                 near = like.get(name)
@@ -224,8 +236,12 @@ class BoundTensors:
             self.tensors[number] = self.result[name] = tensor
             self.addresses[number] = tensor.data_ptr()
             if not (on_host or tensor.is_cpu):
-                self.on_devices.append(number)
-                self.devices.add(tensor.device)
+                self._note_device(number, tensor)
+
+    def _note_device(self, number: int, tensor: torch.Tensor) -> None:
+        self.on_devices.append(number)
+        self.devices.add(tensor.device)
+        self.is_host = self.is_plain = False
 
     def note_repeated(self) -> None:
         """Other processes access these tensors: large ones get huge pages in the second such call
@@ -250,16 +266,6 @@ class BoundTensors:
         if self._table is None:
             self._table = np.array(self.addresses, dtype=np.int64)
         return self._table
-
-    @property
-    def is_host(self) -> bool:
-        """Whether all tensors are in the memory of the host."""
-        return not self.on_devices
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether all tensors are contiguous memory of the host, which peers may access."""
-        return not (self.strides or self.on_devices)
 
     @property
     def published(self) -> array[int]:
@@ -291,6 +297,15 @@ def _allocator_on(device: torch.device) -> Callable[..., torch.Tensor]:
             shape, strides, dtype=dtype, device=device
         )
     )
+
+
+def materialize(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with its values in memory: not a lazy conjugate, negative or zero."""
+    if tensor._is_zerotensor():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    if tensor.is_conj() or tensor.is_neg():
+        return tensor.resolve_conj().resolve_neg()
+    return tensor
 
 
 def _problem(tensor: Any, local: LocalSpec) -> str | None:

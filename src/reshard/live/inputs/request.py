@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.errors import LiveError
-from reshard.live.inputs.bound import GPU, BoundTensors, Locals, Tensors, with_index
+from reshard.live.inputs.bound import GPU, HOST, BoundTensors, Locals, Tensors, with_index
 from reshard.live.inputs.memory import check_overlaps
 from reshard.live.session.control import Tag
 
@@ -30,9 +30,9 @@ class Options:
     """The longest wait without a heartbeat from the awaited rank, in seconds."""
     deadline: float | None = None
     """The longest time that the whole call may take, in seconds."""
-    transport: str = "auto"
+    transport: str | None = None
     """``auto``, or a forced transport: ``peer`` memory, ``shared`` memory or ``network`` between
-    hosts, ``gpu_peer`` memory or ``nccl`` between GPUs."""
+    hosts, ``gpu_peer`` memory or ``nccl`` between GPUs; None: that of the environment."""
     check: Literal["first", "always", "never"] = "first"
     """In which calls of a plan the ranks compare it. ``never`` is for moves without messages that
     not all ranks make: those have no number and are not compared."""
@@ -53,9 +53,9 @@ class Options:
     ranks, by `rs.check`, or by the handle."""
 
     def __post_init__(self) -> None:
-        for name, allowed in (("transport", TRANSPORTS), ("check", CHECKS)):
-            if getattr(self, name) not in allowed:
-                raise LiveError(f'{name} "{getattr(self, name)}" is none of {", ".join(allowed)}')
+        if self.transport is not None:
+            check_choice("transport", self.transport, TRANSPORTS)
+        check_choice("check", self.check, CHECKS)
         for name in ("timeout", "deadline"):
             seconds = getattr(self, name)
             if seconds is None and name == "deadline":
@@ -73,9 +73,19 @@ class Options:
             Tag.of(self.tag, 0)  # raises if it is no valid tag
 
 
-HOST = torch.device("cpu")
+def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise LiveError(f'{name} "{value}" is none of {", ".join(allowed)}')
+
 
 _NAMES = sorted(field.name for field in fields(Options))
+
+
+def transport_of_environment() -> str:
+    """The transport of plans that are run without one."""
+    transport = os.environ.get("RESHARD_TRANSPORT", "auto")
+    check_choice("transport", transport, TRANSPORTS)
+    return transport
 
 
 @lru_cache(maxsize=64)
@@ -84,19 +94,16 @@ def _default_on(device: torch.device | str | None) -> Options:
 
 
 def options_from(given: Mapping[str, Any], device: torch.device | str | None = None) -> Options:
-    """Check the options of a caller; the transport may come from the environment."""
-    # Looking up a str takes three times as long as bytes.
-    variable = os.environb.get(b"RESHARD_TRANSPORT")
-    if not given and variable is None:
+    """Check the options of a caller."""
+    if not given:
         return _default_on(device)
     for name in given:
         if name not in _NAMES:
             near = get_close_matches(name, _NAMES, 1)
             hint = f"did you mean {near[0]}=?" if near else f"it takes {', '.join(_NAMES)}"
             raise LiveError(f"a move has no option {name}=: {hint}")
-    default = {} if variable is None else {"transport": os.fsdecode(variable)}
     where = {} if device is None else {"device": device}
-    return Options(**{**default, **given, **where})
+    return Options(**{**given, **where})
 
 
 def bind(
@@ -105,17 +112,21 @@ def bind(
     into: Tensors | None,
     group: dist.ProcessGroup | None,
     options: Options,
+    resolves: bool = False,
 ) -> BoundTensors:
-    """Check the tensors that this rank has given to a call, and create missing destinations."""
+    """Check the tensors that this rank has given to a call, and create missing destinations.
+
+    ``resolves`` is whether sources that are lazy conjugates are resolved instead of refused.
+    """
     have, want = locals_.sides
     bound = BoundTensors(locals_.staging)
-    bound.bind(have, tensors)
+    bound.bind(have, tensors, resolves)
     if into is not None:
         checked = bound
         if options.atomic:
             # They are only checked: the call writes new tensors and copies at the end.
             checked = BoundTensors(locals_.staging)
-            checked.bind(have, tensors)
+            checked.bind(have, tensors, resolves)
         checked.bind(want, into)
         places = checked.identity
         if locals_.disjoint != places:
@@ -126,7 +137,7 @@ def bind(
             return bound
     if options.device is not None or not bound.tensors:
         bound.create(want, home_device(group, options))
-    elif bound.is_host:
+    elif not bound.on_devices:
         bound.create(want, HOST)
     else:
         # Where the source of the same name is, or else the first one. A tensor that is given and of

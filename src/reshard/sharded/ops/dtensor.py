@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from reshard.errors import ArgumentError, LiveError, OperationError, ReshardError
 from reshard.layout.layout import Layout
+from reshard.live.inputs.bound import materialize
 from reshard.sharded.autograd import lay_out_gradient, to_layout
 from reshard.sharded.content import (
     Content,
@@ -40,7 +41,7 @@ from reshard.tensors.dtensor.wrapping import (
     dtensor_of,
     gradient_placements,
 )
-from reshard.tensors.kinds import materialize, this_rank
+from reshard.tensors.kinds import this_rank
 from reshard.tensors.local import whole_on
 from reshard.text import first_line
 

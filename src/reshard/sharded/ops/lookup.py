@@ -25,13 +25,14 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from reshard.errors import OperationError
+from reshard.live.inputs.bound import materialize
 from reshard.sharded.autograd import lay_out_gradient, replicated, to_whole
 from reshard.sharded.content import Content, ContentTensor, part_shapes, wrap
 from reshard.sharded.groups import digest, members
 from reshard.sharded.ops.dtensor import Args, Kwargs, fits_dtensor
 from reshard.tensors.agreement import Agreement
 from reshard.tensors.autograd import linear
-from reshard.tensors.kinds import materialize, this_rank
+from reshard.tensors.kinds import this_rank
 from reshard.text import first_line
 
 Function = Callable[..., Any]

@@ -11,7 +11,7 @@ between them, are cached, so that a repeated move costs one look-up besides the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,7 +24,9 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from reshard.dtypes import canonical_dtype
 from reshard.errors import LayoutError
 from reshard.live.api import skip_exchange
+from reshard.live.call import Call
 from reshard.live.failure.cleanup import with_ticket
+from reshard.live.inputs.request import Options, options_from
 from reshard.live.session.session import Ticket
 from reshard.planning.plans import ONE
 from reshard.tensors.autograd import gradient_options, linear
@@ -284,6 +286,8 @@ class _Repeated(NamedTuple):
     move: weakref.ref[TensorMove]
     local_shape: torch.Size
     is_unmoved: bool
+    asks_grad: bool
+    options: Options
     fields: SpecFields
 
 
@@ -291,39 +295,47 @@ _repeated: dict[tuple[int, tuple[Placement, ...]], _Repeated] = {}
 """By the hash of the source's spec and the placements of the result."""
 
 
-def repeat(ticket: Ticket, tensor: DTensor, target: OnMesh) -> DTensor | None:
-    """Repeat a move that `remember` has cached; None if it has not, or if gradients are wanted."""
-    if tensor.requires_grad and torch.is_grad_enabled():
-        return None
+def repeat(
+    ticket: Ticket,
+    tensor: DTensor,
+    target: OnMesh,
+    otherwise: Callable[[Ticket, DTensor, OnMesh], Any],
+) -> Any:
+    """Repeat a move on the mesh of the tensor that `remember` has cached.
+
+    Any other move, and one with gradients, is made by ``otherwise``.
+    """
     spec, local, (mesh, placements) = tensor._spec, tensor._local_tensor, target
     try:
         # The hash of a spec is kept in it; what it is made of is compared below.
         kept = _repeated.get((hash(spec), tuple(placements)))
     except TypeError:  # these are no placements
-        return None
+        kept = None
     if kept is None:
-        return None
-    source, find_mesh, find_move, local_shape, is_unmoved, fields = kept
-    # An equal mesh may have process groups that were destroyed, so it must be the same one.
-    if mesh is not spec.mesh or mesh is not find_mesh():
-        return None
-    if source != (spec.placements, spec.tensor_meta, spec.shard_order):
-        return None
+        return otherwise(ticket, tensor, target)
+    source, find_mesh, find_move, local_shape, is_unmoved, asks_grad, options, fields = kept
     move = find_move()
-    if move is None or type(local) is not torch.Tensor or local.shape != local_shape:
-        return None
+    if (
+        # An equal mesh may have process groups that were destroyed, so it must be the same one.
+        (move is None or mesh is not find_mesh())
+        or source != (spec.placements, spec.tensor_meta, spec.shard_order)
+        or (type(local) is not torch.Tensor or local.shape != local_shape)
+        or not (local.is_cpu if options.device is None else local.device == options.device)
+        or (tensor.requires_grad and torch.is_grad_enabled())
+    ):
+        return otherwise(ticket, tensor, target)
     if is_unmoved:
         if not skip_exchange(ticket, move.plan, NO_OPTIONS):
-            return None
-        moved: torch.Tensor | None = local.detach()
+            return otherwise(ticket, tensor, target)
+        moved = local.detach()
     else:
-        moved = move.call(ticket, local, grad=False).run().get(ONE)
-    if moved is None:
-        return None
+        sources = {ONE: local.detach() if local.requires_grad else local}
+        call = Call(
+            ticket, move.plan, sources, None, options, grad=False, ask_grad=asks_grad, resolves=True
+        )
+        moved = call.run()[ONE]
     # The same as the constructor of DTensor, without its checks.
-    fresh = spec_from(mesh, fields)
-    result: DTensor = DTensor.__new__(DTensor, moved, fresh, requires_grad=False)
-    return result
+    return DTensor.__new__(DTensor, moved, spec_from(mesh, fields), requires_grad=False)
 
 
 def remember(tensor: DTensor, how: Redistribution, moved: DTensor) -> None:
@@ -337,13 +349,16 @@ def remember(tensor: DTensor, how: Redistribution, moved: DTensor) -> None:
     both = (*tensor.placements, *placements)
     if any(isinstance(one, _StridedShard) for one in both) or not shape.numel():
         return
-    is_unmoved = move.unmoved_local(tensor._local_tensor) is not None
+    local = tensor._local_tensor
+    is_unmoved = move.unmoved_local(local) is not None
     if is_unmoved and shape != moved._local_tensor.shape:
         return
+    options = options_from(NO_OPTIONS, None if local.is_cpu else local.device)
     if len(_repeated) >= MAX_REPEATED:
         _repeated.clear()
     source = (spec.placements, spec.tensor_meta, spec.shard_order)
     kept = _Repeated(
-        source, weakref.ref(mesh), weakref.ref(move), shape, is_unmoved, fields_of(moved._spec)
-    )
+        source, weakref.ref(mesh), weakref.ref(move), shape, is_unmoved, move.asks_grad(NO_OPTIONS),
+        options, fields_of(moved._spec),
+    )  # fmt: skip
     _repeated[hash(spec), tuple(placements)] = kept
