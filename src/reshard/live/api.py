@@ -69,8 +69,8 @@ def skip_exchange(ticket: Ticket, plan: Plan, options: Mapping[str, Any]) -> boo
     compiled, session = compiled_plan(plan, ticket.group)
     if compiled is None:
         return False
-    if len(compiled.ranks) > 1 and options.get("check") != "never":
-        if session is None or (compiled.digest, "", False) not in session.agreed:
+    if not compiled.is_alone and options.get("check") != "never":
+        if session is None or compiled.key not in session.agreed:
             return False
         session.close_call(session.begin(ticket, options.get("tag")))
     ticket.finish()

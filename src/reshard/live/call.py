@@ -13,7 +13,7 @@ close       free resources; the number is used, however the call ends
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -43,7 +43,7 @@ from reshard.live.inputs.request import Options, bind, has_nccl, home_device
 from reshard.live.program.rounds import Program, Round
 from reshard.live.session.control import CallAheadError, Cause
 from reshard.live.session.session import Key, Session, Ticket
-from reshard.live.transport.base import Exchange, Transport
+from reshard.live.transport.base import Exchange, Transport, among
 from reshard.live.transport.gloo import GlooTransport
 from reshard.live.transport.gloo_group import GlooGroups
 from reshard.live.transport.gpu_peer import GpuPeerTransport
@@ -68,6 +68,7 @@ class Call:
     _key: Key = (b"", "", False)
     _bound: BoundTensors | None = None
     _transport = ""
+    _transports: Sequence[Transport] = ()
     _ok = False
     _is_first = _compares = False
     """Whether to compare with the other ranks. All ranks must decide alike, so it is decided with
@@ -92,22 +93,27 @@ class Call:
         self.tensors, self.into = tensors, into
         self.ticket, self.plan, self.options = ticket, plan, options
         self.grad, self._ask_grad, self._resolves, self.report = grad, ask_grad, resolves, report
-        self._transports: list[Transport] = []
         compiled, session = compiled_plan(plan, ticket.group)
         self.compiled = compiled
-        if compiled is None or len(compiled.ranks) < 2:
+        if (
+            compiled is None
+            or compiled.is_alone
+            or not (compiled.exchanges or options.check != "never")
+        ):
             return
-        if compiled.exchanges or options.check != "never":
-            session = self.session = session or compiled.session(ticket.group)
-            session.begin(ticket, options.tag)
-            # No transport carries the calls of a plan without messages: theirs is "".
-            transport = self._transport = options.transport or compiled.transport
-            carried = transport if compiled.exchanges else ""
-            key = self._key = compiled.digest, carried, options.atomic
-            if key not in session.agreed:
-                self._is_first = self._compares = session.must_compare(ticket, key)
-            if options.check == "always":
-                self._compares = True
+        session = self.session = session or compiled.session(ticket.group)
+        session.begin(ticket, options.tag)
+        self._transport, key = compiled.transport, compiled.key
+        if options.transport is not None or options.atomic:
+            self._transport = options.transport or compiled.transport
+            # No transport carries the calls of a plan without messages.
+            carried = self._transport if compiled.exchanges else ""
+            key = compiled.digest, carried, options.atomic
+        self._key = key
+        if key not in session.agreed:
+            self._is_first = self._compares = session.must_compare(ticket, key)
+        if options.check == "always":
+            self._compares = True
 
     def run(self) -> Result:
         self.ticket.undo = self.close
@@ -149,14 +155,12 @@ class Call:
         shown = compiled.shows_progress if options.progress is None else options.progress
         if options.donate or shown:
             after = self._after_round(compiled, program, bound)
-        if watch is None:
-            exchange = Exchange(program, bound, report=report, after_round=after)
-        else:
+        exchange = Exchange(program, bound, report, after)
+        if watch is not None:
             self._choose_transports(watch, compiled, program, bound)
             if self._is_first:
                 compiled.log_transports(self._transports)
-            inbox, wait = watch.inbox, watch.wait
-            exchange = Exchange(program, bound, self._transports, inbox, wait, report, after)
+            exchange.connect(self._transports, watch.inbox, watch.wait)
             watch.progress = exchange.status
         if report is not None:
             report.transports = {peer: t.label(peer) for t in self._transports for peer in t.peers}
@@ -181,7 +185,8 @@ class Call:
         peers, option, connections = program.peers, self._transport, watch.connections
         if self._ask_grad:
             peers |= compiled.grad_hellos.get(program.rank, frozenset())
-        gloo, reason, chosen, common = None, None, self._transports, (watch, program, bound)
+        gloo, reason, common, chosen = None, None, (watch, program, bound), list[Transport]()
+        self._transports = chosen
         if connections.spans_hosts or option == "network":
             # All ranks make the group, also those that have nothing to send.
             gloo = connections.resource(GlooGroups).group(watch)
@@ -199,7 +204,7 @@ class Call:
                 chosen.append(NcclTransport(*common, peers, *on_gpus, gloo, alone, gathers, reason))
                 return
             option = "auto"
-        near = frozenset() if option == "network" else peers & connections.peers.keys()
+        near = frozenset() if option == "network" else among(peers, connections.peers.keys())
         if near:
             chosen.append(HostTransport(*common, near, option, reason))
         if gloo is not None:
@@ -261,15 +266,18 @@ class Call:
     def _shake_hands(self, watch: Watch, program: Program, bound: BoundTensors) -> None:
         for transport in self._transports:
             transport.send_hellos()
-        hellos = watch.inbox.hellos
-        peers = frozenset[int]().union(*[transport.peers for transport in self._transports])
+        hellos, peers = watch.inbox.hellos, self._transports[0].peers
+        for transport in self._transports[1:]:
+            peers |= transport.peers
         watch.wait(
             lambda: peers - hellos.keys(),
             lambda peer: f"it to begin the move of {program.first_name(peer)}",
         )
-        expected = {(watch.digest, watch.grad, watch.tag_code)}
-        if peers and {hellos[peer][1:4] for peer in peers} != expected:
-            check_hellos(watch, self._signature)
+        expected = (watch.digest, watch.grad, watch.tag_code)
+        for peer in peers:
+            if hellos[peer][1:4] != expected:
+                check_hellos(watch, self._signature)
+                break
         watch.finish_handshake()
 
     def _after_round(
@@ -314,7 +322,7 @@ class Call:
     def _close_transports(self) -> None:
         for transport in reversed(self._transports):
             transport.close(self._ok)
-        self._transports = []
+        self._transports = ()
 
     def close(self) -> None:
         """End the call.

@@ -22,7 +22,7 @@ from reshard.layout.spec import TensorSpec
 from reshard.live.inputs.bound import BoundTensors, Locals
 from reshard.live.inputs.request import transport_of_environment
 from reshard.live.program.rounds import Program
-from reshard.live.session.session import Session, session_of
+from reshard.live.session.session import Key, Session, session_of
 from reshard.live.transport.base import Transport
 from reshard.planning.classes import Stack
 from reshard.planning.plans import Plan
@@ -44,7 +44,10 @@ class CompiledPlan:
         self.exchanges = plan.summary().num_messages > 0
         """Whether any rank sends a message; if not, calls do not communicate."""
         self.plan = plan
+        self.is_alone = len(self.ranks) < 2
         self.transport = transport_of_environment()
+        self.key: Key = self.digest, self.transport if self.exchanges else "", False
+        """What the ranks compare in calls with default options."""
         self.locals = Locals(plan, rank)
         self.contiguous = Program(plan, rank, {})
         """For contiguous tensors."""

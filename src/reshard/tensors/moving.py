@@ -138,11 +138,12 @@ def move(
     ``options`` are those of `plan.run`, such as ``timeout``: 60 s without a heartbeat.
     """
     if (
-        (type(to) is tuple and have is want is shape is dtype is cast_to is device is group is None)
-        and (memory is into is forward_dtype is backward_dtype is None and grad == "sum")
-        and (async_op is False and not options and not torch._C._len_torch_dispatch_stack())
-        and (_dtensors is not None and type(tensor) is _dtensors.DTensor and len(to) == 2)
-        and to[0] is tensor._spec.mesh
+        # A DTensor gets other placements on its own mesh, and nothing else is asked for.
+        (type(to) is tuple and _dtensors is not None and type(tensor) is _dtensors.DTensor)
+        and (len(to) == 2 and to[0] is tensor.device_mesh and async_op is False and grad == "sum")
+        and (have is None and want is None and into is None and group is None and cast_to is None)
+        and (shape is None and dtype is None and device is None and memory is None and not options)
+        and (forward_dtype is None and backward_dtype is None and not num_modes())
     ):
         named = partial(_named_ranks, (tensor,))
         return with_ticket(None, named, _dtensors.repeat, tensor, to, _move_by_default)
@@ -269,6 +270,8 @@ class Request(NamedTuple):
         """The dtype of the result, if it is not that of the source."""
         return None if self.cast_to is None else canonical_dtype(self.cast_to)
 
+
+num_modes = torch._C._len_torch_dispatch_stack
 
 _dtensors: Any = None
 """The module for DTensors, once it was needed: it imports torch.distributed.tensor, which takes a

@@ -56,7 +56,7 @@ def test_messages_of_a_call_that_opens_after_a_later_one() -> None:
 def test_a_buffer_is_used_again_when_its_peers_have_finished_the_call() -> None:
     """A peer's Hello says how many calls it has finished: call 2 is read once it has finished 3."""
     mailbox, peer = pair()
-    pool = BufferPool(SharedBuffer.close, mailbox.has_read)
+    pool = BufferPool(SharedBuffer.close, mailbox.have_read)
     lent = pool.take(100)
     lent.loans = {1: 2}
     pool.give_back(lent)

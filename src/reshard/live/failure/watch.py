@@ -43,6 +43,7 @@ class Watch:
 
     handshaking = True
     """Whether this rank still waits for peers to call."""
+    is_closed = False
     compared = False
     """Whether the ranks have compared their plans in this call."""
     cause: Cause | None = None
@@ -97,6 +98,8 @@ class Watch:
     def status(self) -> str:
         """How far this rank has come, for error messages."""
         nothing = f"on rank {self.connections.rank}: no round begun"
+        if self.is_closed:
+            return f"on rank {self.connections.rank}: the call is over"
         return nothing if self.progress is None else self.progress()
 
     # Waiting -----------------------------------------------------------------------------------
@@ -373,7 +376,7 @@ class Watch:
 
     def close(self) -> None:
         """End the call; from now on the watch refers to no tensors."""
-        self.finish_handshake()
+        if self.handshaking:
+            self.finish_handshake()
         self.mailbox.close(self.call)
-        over = f"on rank {self.connections.rank}: the call is over"
-        self.progress, self.written = over.__str__, None
+        self.is_closed, self.progress, self.written = True, None, None

@@ -10,8 +10,9 @@ the hosts, that of GPU tensors too.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch._C import _dynamo
 from reshard.errors import TensorError
 from reshard.layout.columns import Ints
 from reshard.live.inputs.memory import are_huge_pages_on_request, collapse
-from reshard.live.program.rounds import HAVE, WANT
+from reshard.live.program.rounds import HAVE, WANT, Strides
 from reshard.planning.plans import Plan
 from reshard.text import and_more
 
@@ -140,10 +141,7 @@ class AcceptedTensors:
             for number, address in zip(self._numbers, places, strict=True):
                 addresses[number] = address
         if not self._is_plain:
-            bound.strides |= self._strides
-            bound.on_devices += self._on_devices
-            bound.devices |= self._devices
-            bound.is_plain, bound.is_host = False, not bound.on_devices
+            bound.note_special(self._strides, self._on_devices, self._devices)
         return True
 
 
@@ -168,6 +166,12 @@ class BoundTensors:
     """Whether all tensors are in the memory of the host."""
     is_plain = True
     """Whether all tensors are contiguous memory of the host, which peers may access."""
+    strides: Strides = MappingProxyType({})
+    """Shape and strides of tensors that are not contiguous."""
+    on_devices: Sequence[int] = ()
+    """Numbers of tensors that are not in the memory of the host."""
+    devices: Set[torch.device] = frozenset()
+    """Their devices."""
 
     def __init__(self, staging: int) -> None:
         """``staging`` is the number of the staging buffer, after all tensors."""
@@ -175,12 +179,6 @@ class BoundTensors:
         self.tensors: dict[int, torch.Tensor] = {}
         self.addresses = [0] * (staging + 1)
         """The base addresses, on any device; 0 for tensors that this rank does not have."""
-        self.strides: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        """Shape and strides of tensors that are not contiguous."""
-        self.on_devices: list[int] = []
-        """Numbers of tensors that are not in the memory of the host."""
-        self.devices: set[torch.device] = set()
-        """Their devices."""
         self.result: dict[str, torch.Tensor] = {}
 
     def bind(self, side: Side, given: Tensors, resolves: bool = False) -> None:
@@ -199,6 +197,7 @@ class BoundTensors:
                 "not have: give only what was planned"
             )
         may_recur = 0 < len(given) == len(side.specs) and hasattr(guards, "TensorGuards")
+        all_strides, on_devices = dict[int, Any](), list[int]()
         for local in side.specs:
             number, tensor = local.number, given.get(local.name)
             if type(tensor) not in _PLAIN:
@@ -218,9 +217,10 @@ class BoundTensors:
             self.tensors[number] = tensor
             self.addresses[number] = tensor.data_ptr()
             if not tensor.is_contiguous():
-                self.strides[number], self.is_plain = (tuple(tensor.shape), tensor.stride()), False
+                all_strides[number] = tuple(tensor.shape), tensor.stride()
             if not tensor.is_cpu:
-                self._note_device(number, tensor)
+                on_devices.append(number)
+        self.note_special(all_strides, on_devices, {self.tensors[n].device for n in on_devices})
         if may_recur:
             side.accepted = AcceptedTensors(side.specs, self)
 
@@ -228,6 +228,7 @@ class BoundTensors:
         """Create the tensors of one side on a device, or where those of the same name are."""
         on_host = device is HOST and like is None
         allocate = (_empty_on_host if on_host else None) or _allocator_on(device)
+        on_devices = []
         for number, name, shape, strides, dtype in side.contiguous:
             if like is not None:
                 near = like.get(name)
@@ -236,12 +237,19 @@ class BoundTensors:
             self.tensors[number] = self.result[name] = tensor
             self.addresses[number] = tensor.data_ptr()
             if not (on_host or tensor.is_cpu):
-                self._note_device(number, tensor)
+                on_devices.append(number)
+        if on_devices:
+            self.note_special({}, on_devices, {self.tensors[n].device for n in on_devices})
 
-    def _note_device(self, number: int, tensor: torch.Tensor) -> None:
-        self.on_devices.append(number)
-        self.devices.add(tensor.device)
-        self.is_host = self.is_plain = False
+    def note_special(
+        self, strides: Strides, on_devices: Sequence[int], devices: Set[torch.device]
+    ) -> None:
+        """Add what is known of tensors that are not contiguous memory of the host."""
+        self.strides = {**self.strides, **strides}
+        self.on_devices = [*self.on_devices, *on_devices]
+        self.devices = self.devices | devices
+        self.is_host = not self.on_devices
+        self.is_plain = self.is_host and not self.strides
 
     def note_repeated(self) -> None:
         """Other processes access these tensors: large ones get huge pages in the second such call

@@ -15,8 +15,9 @@ import struct
 import time
 from array import array
 from collections import deque
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from reshard.errors import LiveError, MoveTimeoutError
 from reshard.live.session.control import (
@@ -71,7 +72,7 @@ DISPENSABLE = {Abort, Alive, Retired, Waiting}
 that it does not unmap costs only memory."""
 
 
-def encode(message: Control) -> bytes:
+def encode(message: Any) -> bytes:
     """Encode a message as bytes.
 
     >>> decode(encode(Ready(7, 0, buffer=3, offset=4096)))
@@ -86,15 +87,24 @@ def encode(message: Control) -> bytes:
 
 def decode(data: bytes) -> Control | None:
     """Decode a message; None for bytes that ``encode`` did not write."""
-    if data[:8] not in _KINDS:
+    known = _KINDS.get(data[:8])
+    if known is None:
         return None
-    kind, form = _KINDS[data[:8]]
-    if kind not in _WITH_TEXT:
-        whole = len(data) == form.size
-        return cast(Control, tuple.__new__(kind, form.unpack(data))) if whole else None
-    if not form.size <= len(data) <= MAX_MESSAGE:
-        return None
-    return cast(Control, kind(*form.unpack_from(data), data[form.size :]))
+    kind, form = known
+    message: Control
+    if kind in _WITH_TEXT:
+        if not form.size <= len(data) <= MAX_MESSAGE:
+            return None
+        message = kind(*form.unpack_from(data), data[form.size :])
+    else:
+        if len(data) != form.size:
+            return None
+        message = tuple.__new__(kind, form.unpack(data))
+    return message
+
+
+encode_hello: Callable[..., bytes] = partial(_PACKED[Hello].pack, _HEADS[Hello])
+"""Encode a Hello from its fields."""
 
 
 class Inbox:
@@ -116,7 +126,8 @@ class Inbox:
         self.buffers: dict[tuple[int, int], SharedBuffer] = {}
         """Shared buffers with messages of the call, by peer and number."""
 
-    def put(self, peer: int, message: Any) -> None:
+    def put(self, peer: int, message: Any, now: float | None = None) -> None:
+        """Add a message; it has arrived now."""
         kind = type(message)
         if kind is Hello:
             self.hellos[peer] = message
@@ -132,7 +143,7 @@ class Inbox:
             self.waiting[peer] = message.text
             if message.text:
                 return  # a rank that waits does not work
-        self.heard[peer] = time.monotonic()
+        self.heard[peer] = now or time.monotonic()
 
     def address_of(self, peer: int, number: int, size: int) -> int:
         """The address of the staged part of a peer's message, which has this size."""
@@ -188,7 +199,8 @@ class Mailbox:
         self._poll.register(self._wake, select.POLLIN)
 
     def open(self, call: int) -> Inbox:
-        self._next_call = max(self._next_call, call + 1)
+        if call >= self._next_call:
+            self._next_call = call + 1
         if self._skipped:
             self._count_skipped()
         return self._inboxes.get(call) or self._inboxes.setdefault(call, Inbox())
@@ -202,8 +214,10 @@ class Mailbox:
             closed = self._inboxes.pop(call, None)
             if closed is not None and closed.waiting:
                 self.waiting |= closed.waiting
-            if call >= self.num_finished:  # else closed before, or before the ranks were connected
+            if call > self.num_finished:
                 self._over.add(call)
+            elif call == self.num_finished:  # else closed before, or before the connections
+                self.num_finished = call + 1
             while self.num_finished in self._over:
                 self.num_finished += 1
                 self._over.discard(self.num_finished - 1)
@@ -211,26 +225,32 @@ class Mailbox:
     def skip(self, call: int) -> None:
         """A call has ended without an exchange; it is counted with the next message or call."""
         self._skipped.add(call)
-        self._next_call = max(self._next_call, call + 1)
         if len(self._skipped) > MAX_SKIPPED:
             self._count_skipped()
 
     def _count_skipped(self) -> None:
         for call in tuple(self._skipped):
+            if call >= self._next_call:
+                self._next_call = call + 1
             self.close(call)
             self._skipped.discard(call)
 
-    def has_read(self, peer: int, call: int) -> bool:
-        """Whether a peer has finished a call, and reads no message of it any more."""
-        return self.finished_by.get(peer, 0) > call or peer in self.lost
+    def have_read(self, calls: Mapping[int, int]) -> bool:
+        """Whether each of these peers has finished its call, and reads no message of it again."""
+        finished = self.finished_by
+        for peer, call in calls.items():
+            if finished.get(peer, 0) <= call and peer not in self.lost:
+                return False
+        return True
 
-    def send(self, peer: int, message: Control, fd: int | None = None) -> None:
-        """Send a message; receives while the socket is full, so that two ranks never deadlock.
+    def send(self, peer: int, message: Control | bytes, fd: int | None = None) -> None:
+        """Send a message, or an encoded Hello.
 
-        A peer that is stopped, or makes no calls, reads nothing. Messages that it can do without
-        are dropped then; for the others it has as long as for everything else in a call.
+        It receives while the socket is full, so that two ranks never deadlock. A peer that is
+        stopped, or makes no calls, reads nothing. Messages that it can do without are dropped then;
+        for the others it has as long as for everything else in a call.
         """
-        data, end = encode(message), 0.0
+        data, end = message if type(message) is bytes else encode(message), 0.0
         while peer not in self.lost:
             try:
                 if fd is None:
@@ -268,6 +288,7 @@ class Mailbox:
             while events:
                 for fd, event in events:
                     self._receive(fd, event)
+                self._file_received()
                 events = self._poll.poll(0)
         finally:
             self._polling.release()
@@ -313,23 +334,24 @@ class Mailbox:
             return  # after a reset, messages sent before it can still be read
         except OSError:
             self._lose(peer)
-            return
-        self._file_received()
 
     def _file_received(self) -> None:
+        now = time.monotonic() if self._received else 0.0
         while self._received:
             peer, (data, extra, _, _) = self._received[0]
-            fds = _fds(extra) if extra else []
+            fds = _fds(extra) if extra else ()
             if data:
-                self._file(peer, data, fds)
+                self._file(peer, data, fds, now)
             else:
                 self._lose(peer)
             self._received.popleft()
             for fd in fds:
                 os.close(fd)
 
-    def _file(self, peer: int, data: bytes, fds: list[int]) -> None:
+    def _file(self, peer: int, data: bytes, fds: Sequence[int], now: float) -> None:
         message: Any = decode(data)
+        if self._skipped:
+            self._count_skipped()
         if message is None or message.call > self._next_call + MAX_AHEAD:
             self._lose(peer)
             return
@@ -347,8 +369,6 @@ class Mailbox:
             return
         if kind is Hello and message.finished > self.finished_by.get(peer, 0):
             self.finished_by[peer] = message.finished
-        if self._skipped:
-            self._count_skipped()
         inbox, call = self._inboxes.get(message.call), message.call
         if inbox is None:
             with self._lock:
@@ -358,7 +378,7 @@ class Mailbox:
             buffer = self.buffers.get((peer, number)) if number else None
             if buffer is not None:
                 inbox.buffers[peer, number] = buffer
-            inbox.put(peer, message)
+            inbox.put(peer, message, now)
         elif kind is Waiting:
             self.waiting[peer] = message.text
 

@@ -104,7 +104,7 @@ class Connections:
         """The rank that serves the store."""
         lost = self.mailbox.lost
         self.client.has_ended = lambda: leader in lost
-        self.buffers = BufferPool(self._retire, self.mailbox.has_read)
+        self.buffers = BufferPool(self._retire, self.mailbox.have_read)
         self.direct = frozenset(rank for rank, peer in self.peers.items() if peer.direct)
         """The peers that read and write this rank's memory, and it theirs."""
         self.spans_hosts = len(set(self.hosts.values())) > 1

@@ -8,11 +8,11 @@ exception of a signal handler. A call has a `Ticket` from its first statement on
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import os
 import time
 import weakref
+from _thread import allocate_lock, get_ident
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -29,6 +29,7 @@ from reshard.live.session.store import (
     Store,
     UndecidedError,
     Worker,
+    holders,
     own_connection,
 )
 from reshard.text import count, log
@@ -69,9 +70,9 @@ class Ticket:
         self.group = group
         self.ranks = ranks
         """The ranks that the arguments of the call name; None: those of the group."""
-        self.owner: int | None = _thread.get_ident()
+        self.owner: int | None = get_ident()
         """The user's thread that makes the call; None if a thread of reshard does."""
-        self.inside = _thread.allocate_lock()
+        self.inside = allocate_lock()
         """Locked while the thread is inside the call. The interpreter releases it when an exception
         leaves the call, before a signal handler can raise another one."""
         open_tickets[self] = None
@@ -114,14 +115,17 @@ class Session(Member):
 
     def begin(self, ticket: Ticket, tag: object = None) -> int:
         """Give a call its number."""
-        with self.lock:
-            ticket.session = self
-            if tag is not None:
-                count = self._tags.get(tag, 0)
-                self._tags = {tag: count + 1}
-                ticket.tag = Tag.of(tag, count)
-            ticket.number = number = self.next_number
-            self.next_number = number + 1
+        ticket.session = self
+        me = get_ident()
+        while holders.setdefault(self.lock, me) != me:  # `with self.lock`, without two calls
+            time.sleep(TURN_PAUSE)
+        if tag is not None:
+            count = self._tags.get(tag, 0)
+            self._tags = {tag: count + 1}
+            ticket.tag = Tag.of(tag, count)
+        ticket.number = number = self.next_number
+        self.next_number = number + 1
+        holders.pop(self.lock, None)
         return number
 
     def close_call(self, number: int) -> None:

@@ -13,7 +13,7 @@ import ctypes
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from itertools import count
 from operator import attrgetter
 
@@ -89,21 +89,23 @@ class BufferPool:
     """Keeps a session's shared buffers for later calls, because new pages cost time."""
 
     def __init__(
-        self, retire: Callable[[SharedBuffer], None], has_read: Callable[[int, int], bool]
+        self,
+        retire: Callable[[SharedBuffer], None],
+        have_read: Callable[[Mapping[int, int]], bool],
     ) -> None:
-        """``retire`` frees a buffer; ``has_read`` says whether a peer has read all of a call."""
+        """``retire`` frees a buffer; ``have_read`` says whether peers have read their calls."""
         self._free: dict[SharedBuffer, None] = {}
         """Several threads take buffers from it: the one that pops a buffer has it."""
-        self.retire, self._has_read = retire, has_read
+        self.retire, self._have_read = retire, have_read
 
     def take(self, num_bytes: int) -> SharedBuffer:
         """Take the smallest buffer of at least this size, or a new one, for one call.
 
         A new one replaces all that are idle.
         """
-        read, free, idle = self._has_read, self._free, list[SharedBuffer]()
+        have_read, free, idle = self._have_read, self._free, list[SharedBuffer]()
         for buffer in sorted(free, key=attrgetter("num_bytes")):
-            if all(map(read, buffer.loans, buffer.loans.values())):
+            if have_read(buffer.loans):
                 if buffer.num_bytes < num_bytes:
                     idle.append(buffer)
                 elif free.pop(buffer, _TAKEN) is None:

@@ -51,7 +51,7 @@ FIRST_PAUSE, LAST_PAUSE = 0.00005, 0.005
 T = TypeVar("T")
 Outcome = tuple[Any, BaseException | None]
 
-_holders: dict[OwnedLock, int] = {}
+holders: dict[OwnedLock, int] = {}
 """The thread that holds each lock; a lock that is free has no entry."""
 
 
@@ -65,26 +65,26 @@ class OwnedLock:
     def __enter__(self) -> None:
         me, pause = _thread.get_ident(), FIRST_PAUSE
         # One call of C: there is no moment at which the lock is taken and its holder unknown.
-        while _holders.setdefault(self, me) != me:
+        while holders.setdefault(self, me) != me:
             time.sleep(pause)
             pause = min(2 * pause, LAST_PAUSE)
 
     def __exit__(self, *_: object) -> None:
-        _holders.pop(self, None)
+        holders.pop(self, None)
 
     def try_acquire(self) -> bool:
         """Acquire the lock unless another thread holds it; whether this thread holds it."""
         me = _thread.get_ident()
-        return _holders.setdefault(self, me) == me
+        return holders.setdefault(self, me) == me
 
     release = __exit__
 
 
 def release_locks_of(thread: int | None) -> None:
     """Release all locks of a thread that an exception has taken out of its call."""
-    for lock, holder in list(_holders.items()):
+    for lock, holder in list(holders.items()):
         if holder == thread:
-            _holders.pop(lock, None)
+            holders.pop(lock, None)
 
 
 class Task(Generic[T]):
@@ -278,6 +278,8 @@ class StoreClient:
 
     def renew(self) -> None:
         """Replace a connection whose store does not answer: TCP may notice the loss much later."""
+        if self._stuck is None and not self._left:
+            return
         if self._left:
             self._left = [worker for worker in self._left if worker.is_alive]
         if self.is_stuck and len(self._left) < MAX_LEFT:

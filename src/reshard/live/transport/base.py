@@ -42,7 +42,7 @@ The executor (`Exchange`) calls transports in this order, on every rank:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import replace
 from time import perf_counter
 
@@ -115,6 +115,11 @@ Wait = Callable[[Callable[[], Collection[int]], Callable[[int], str]], None]
 """Waits until no peer is missing; the second function says what a peer is waited for."""
 
 
+def among(peers: frozenset[int], others: Set[int]) -> frozenset[int]:
+    """Those of the peers that are among the others; the same object if all are, for look-ups."""
+    return peers if peers <= others else peers & others
+
+
 Copies = HostCopies | TorchCopies
 
 
@@ -138,6 +143,8 @@ NO_MESSAGES = Inbox()  # the inbox of a call without peers
 class Exchange:
     """Runs the rounds of one call on one rank."""
 
+    transports: Sequence[Transport] = ()
+    inbox = NO_MESSAGES
     number = -1
     done = 0  # bytes that have been received or copied
     _fused = False
@@ -149,15 +156,15 @@ class Exchange:
         self,
         program: Program,
         bound: BoundTensors,
-        transports: Sequence[Transport] = (),
-        inbox: Inbox = NO_MESSAGES,
-        wait: Wait = lambda missing, what: None,
         report: RunReport | None = None,
         after_round: Callable[[Round], None] | None = None,
     ) -> None:
-        self.program, self.bound, self.transports = program, bound, transports
-        self.inbox, self._wait = inbox, wait
+        self.program, self.bound = program, bound
         self.report, self._after_round = report, after_round
+
+    def connect(self, transports: Sequence[Transport], inbox: Inbox, wait: Wait) -> None:
+        """Exchange messages on these transports; without them nothing is sent or received."""
+        self.transports, self.inbox, self._wait = transports, inbox, wait
         for one in transports:
             self._fused = self._fused or one.fuses_copies
             self._gpu = self._gpu or one.gpu
@@ -188,8 +195,8 @@ class Exchange:
             if transports:
                 self._await_release(round_)
             self.done += round_.num_kept_bytes
-            if self._part is not None:
-                self._finish_report(round_, self._part, staged)
+            if report is not None:
+                self._finish_report(round_, staged)
             if self._after_round is not None:
                 self._after_round(round_)
 
@@ -261,7 +268,9 @@ class Exchange:
         for transport in self.transports:
             transport.end_round(round_)
 
-    def _finish_report(self, round_: Round, part: RoundReport, staged: int) -> None:
+    def _finish_report(self, round_: Round, staged: int) -> None:
+        part = self._part
+        assert part is not None
         if self.transports:
             self._spent("waiting")
         part.bytes_sent, part.bytes_received, part.bytes_copied = round_.bytes

@@ -25,9 +25,16 @@ from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.blocks import CopyList
 from reshard.live.program.messages import DIRECT, HOST, IovecCall, IovecPlan, Message, Mode
 from reshard.live.program.rounds import Program, Round, Transfer
-from reshard.live.session.control import Hello, Ready, Released
+from reshard.live.session.control import Ready, Released
+from reshard.live.session.mailbox import encode_hello
 from reshard.live.session.shared_memory import SharedBuffer
-from reshard.live.transport.base import Copies, Transport, compile_copies, compile_received
+from reshard.live.transport.base import (
+    Copies,
+    Transport,
+    among,
+    compile_copies,
+    compile_received,
+)
 
 MAX_KEPT = 4  # compiled forms of a round, for tensors of peers that are or are not contiguous
 
@@ -148,7 +155,7 @@ class HostTransport(Transport):
         self._option, self._reason = option, reason
         self._policy = DIRECT if option == "peer" else HOST
         connections = self._connections = watch.connections
-        self._direct = frozenset() if option == "shared" else self.peers & connections.direct
+        self._direct = frozenset() if option == "shared" else among(self.peers, connections.direct)
         if option == "peer" and self._direct != self.peers:
             raise LiveError(
                 f"peer memory was forced and rank {connections.rank} may not read that of ranks "
@@ -184,18 +191,15 @@ class HostTransport(Transport):
             self._stage(first, 1)
         published = self._published = bound.published
         strided, at = int(not bound.is_plain), published.buffer_info()[0]
-        hello = self.watch.hello(strided=strided, table_at=at)
-        plain, announced = hello[:-3], mailbox.send
+        plain = self.watch.hello(strided=strided, table_at=at)[:-3]
         for peer in self.peers:
-            send = messages.get(peer)
-            if send is None:
-                announced(peer, hello)
-            elif not send.staged_bytes:
-                announced(peer, Hello(*plain, 1))
-            else:
-                buffer = self._buffers[-1]
-                eager = Hello(*plain, 1, buffer.number, send.offset)
-                announced(peer, eager, buffer.fd_for(peer))
+            send, fd, eager = messages.get(peer), None, (0, 0, 0)
+            if send is not None:
+                eager = (1, 0, 0)
+                if send.staged_bytes:
+                    buffer = self._buffers[-1]
+                    eager, fd = (1, buffer.number, send.offset), buffer.fd_for(peer)
+            mailbox.send(peer, encode_hello(*plain, *eager), fd)
 
     def begin(self, round_: Round) -> int:
         """Write into tensors of peers, stage, and announce what did not go with the Hellos."""
@@ -290,7 +294,7 @@ class HostTransport(Transport):
     def _compiled(self, round_: Round, masks: tuple[tuple[int, bytes], ...]) -> _HostRound:
         """The compiled round; ``masks`` say which tensors of which peers must not be touched."""
         kept: dict[object, _HostRound] = round_.kept.setdefault("host", {})
-        key = (*self._key, masks)
+        key = (*self._key, masks) if masks else self._key
         found = kept.get(key)
         if found is None:
             drop_oldest(kept, MAX_KEPT - 1)
