@@ -15,11 +15,14 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
+from tests.loopback import name_loopback
 from tests.processes import collect_rarely
 from tests.soak import soaking
 
 if TYPE_CHECKING:
     from tests.ranks.pool import Pool
+
+name_loopback()
 
 WANTED = ("explicit", "reuse", "generate")
 

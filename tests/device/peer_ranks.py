@@ -169,7 +169,7 @@ def by_default(rank: int, size: int, pipe: Any) -> None:
     handle = plan.start({"tensor": full.chunk(size)[rank].to(CUDA)})
     assert torch.equal(handle.wait()["tensor"].cpu(), full.chunk(size, 1)[rank])
     assert set(handle.report.transports.values()) == {"GPU peer memory"}
-    assert all_connections()[0].existing(NcclGroups) is None
+    assert all_connections()[0].resources.get(NcclGroups) is None
     refused = ""
     try:
         plan.run({"tensor": full.chunk(size)[rank].to(CUDA)}, transport="nccl")

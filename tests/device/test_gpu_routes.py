@@ -86,7 +86,7 @@ def moves(rank: int, setting: str) -> list[str]:
     for want in (columns, rs.Layout(line, "- -")):
         summed = rs.move(FULL * (rank + 1), pending, want, shape=FULL.shape, timeout=20)
         assert torch.equal(summed, FULL.chunk(4, 1)[rank] * 10 if want is columns else FULL * 10)
-    opened = all_connections()[0].existing(NcclGroups) is not None
+    opened = all_connections()[0].resources.get(NcclGroups) is not None
     assert opened == (setting == "nccl")
     rs.check()
     dist.barrier()

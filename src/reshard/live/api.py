@@ -46,7 +46,7 @@ def check(group: dist.ProcessGroup | None = None) -> None:
         advice = "give a process group of torch.distributed, as new_group makes"
         require_type(group, dist.ProcessGroup, "check(group)", advice)
     for connections in all_connections(group):
-        in_flight = connections.existing(InFlight)
+        in_flight = connections.resources.get(InFlight)
         if in_flight is not None:
             in_flight.check()
 

@@ -135,13 +135,16 @@ class Call:
     def _run(self, compiled: CompiledPlan) -> Result:
         options, report, watch, after = self.options, self.report, None, None
         began = 0.0 if report is None else time.perf_counter()
-        together = compiled.exchanges or self._compares or options.atomic
-        if self.session is not None and (together or (self._ask_grad and compiled.grad_hellos)):
+        if self.session is not None and (
+            (compiled.exchanges or self._compares or options.atomic)
+            or (self._ask_grad and compiled.grad_hellos)
+        ):
             self.session.connect(self.ticket, options.timeout, compiled.what)
-            limits = options.timeout, options.deadline
-            common = (self.ticket, compiled.digest, compiled.what, *limits)
-            watch = self.watch = Watch(*common, GRAD_CODES[self.grad])
-            if watch.connections.existing(InFlight) is not None:
+            watch = self.watch = Watch(
+                self.ticket, compiled.digest, compiled.what, options.timeout, options.deadline,
+                GRAD_CODES[self.grad],
+            )  # fmt: skip
+            if InFlight in watch.connections.resources:
                 check_earlier_calls(watch)
         try:
             bound = self._bound = bind(
@@ -183,7 +186,7 @@ class Call:
         watch.suspect = self._check_comparison
         routes = self._compare(watch, bound)
         peers, option, connections = program.peers, self._transport, watch.connections
-        if self._ask_grad:
+        if self._ask_grad and compiled.grad_hellos:
             peers |= compiled.grad_hellos.get(program.rank, frozenset())
         gloo, reason, common, chosen = None, None, (watch, program, bound), list[Transport]()
         self._transports = chosen

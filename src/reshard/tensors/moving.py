@@ -109,7 +109,7 @@ def move(
 
 @not_compiled
 def move(
-    tensor: torch.Tensor | None,
+    tensor: Any,
     have: Layout | str | None = None,
     want: Layout | str | None = None,
     *,

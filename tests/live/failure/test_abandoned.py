@@ -129,7 +129,7 @@ def test_two_threads_may_close_a_call() -> None:
     with ThreadPoolExecutor(2) as threads:
         for closed in [threads.submit(call._close_transports) for _ in range(2)]:
             closed.result()
-    assert call._transports == []
+    assert not call._transports
 
 
 class WatchedBuffer:

@@ -17,6 +17,7 @@ from reshard.errors import PeerLostError, ReshardError
 from reshard.layout.mesh import format_ranks
 from reshard.live.session.control import Abort, Alive, CallAheadError, Cause, Hello, compare_codes
 from reshard.live.session.session import Ticket
+from reshard.live.session.shared_memory import SLOTS
 from reshard.live.session.store import REQUEST_SECONDS, Store
 from reshard.live.session.wait_graph import WaitGraph
 
@@ -90,10 +91,14 @@ class Watch:
         connections.client.seconds = self.mailbox.seconds = timeout
         ticket.watch = self
 
+    @property
+    def hello_fields(self) -> tuple[int, bytes, int, int, int]:
+        """The first fields of this rank's Hello."""
+        return self.call, self.digest, self.grad, self.tag_code, self.mailbox.num_finished
+
     def hello(self, **more: Any) -> Hello:
         """This rank's Hello, with the fields that a transport adds."""
-        finished = self.mailbox.num_finished
-        return Hello(self.call, self.digest, self.grad, self.tag_code, finished, **more)
+        return Hello(*self.hello_fields, **more)
 
     def status(self) -> str:
         """How far this rank has come, for error messages."""
@@ -116,20 +121,23 @@ class Watch:
         Events that come without a message are polled with a pause, which grows up to the longest.
         """
         inbox, mailbox, began, waited = self.inbox, self.mailbox, 0.0, False
+        impatient = self._impatient_after
         while left := missing():
             now = time.monotonic()
             began = began or now
-            waited = now - began > self._impatient_after
+            waited = now - began > impatient
             over = self.ends is not None and now > self.ends
             if waited or over or mailbox.lost or self.broken or inbox.abort or self.cause:
                 self.check_lost(left, what)
                 self._check_aborted()
                 self._grow_impatient(left, what, began)
-            mailbox.step(min(pause, self._impatient_after))
-            pause = min(pause * PAUSE_GROWTH, longest)
+            mailbox.step(pause if pause < impatient else impatient)
+            if pause < longest:
+                pause = min(pause * PAUSE_GROWTH, longest)
         if self.handshaking:
+            slot, mark = self.call % SLOTS, self.call + 1
             for rank, peer in self.connections.peers.items():
-                if peer.flags.has_failed(self.call):  # its Abort may still be unread
+                if peer.flags.failed[slot] == mark:  # its Abort may still be unread
                     self.fail_because_of(rank, "its part")
         if inbox.abort is not None or self.cause is not None:
             self._check_aborted()

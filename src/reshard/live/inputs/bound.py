@@ -220,7 +220,8 @@ class BoundTensors:
                 all_strides[number] = tuple(tensor.shape), tensor.stride()
             if not tensor.is_cpu:
                 on_devices.append(number)
-        self.note_special(all_strides, on_devices, {self.tensors[n].device for n in on_devices})
+        if all_strides or on_devices:
+            self.note_special(all_strides, on_devices, {self.tensors[n].device for n in on_devices})
         if may_recur:
             side.accepted = AcceptedTensors(side.specs, self)
 

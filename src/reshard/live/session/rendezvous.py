@@ -108,21 +108,17 @@ class Connections:
         self.direct = frozenset(rank for rank, peer in self.peers.items() if peer.direct)
         """The peers that read and write this rank's memory, and it theirs."""
         self.spans_hosts = len(set(self.hosts.values())) > 1
-        self._resources: dict[object, Any] = {}
+        self.resources: dict[object, Any] = {}
+        """What transports keep, by what has made it."""
 
     def resource(self, make: Callable[[Connections], R]) -> R:
         """A transport's resource for this session, made at its first use."""
-        resource: R | None = self._resources.get(make)
-        return self._resources.setdefault(make, make(self)) if resource is None else resource
-
-    def existing(self, make: Callable[[Connections], R]) -> R | None:
-        """The same, or None if it was never made."""
-        found: R | None = self._resources.get(make)
-        return found
+        resource: R | None = self.resources.get(make)
+        return self.resources.setdefault(make, make(self)) if resource is None else resource
 
     def release(self) -> None:
         self.buffers.release()
-        for resource in tuple(self._resources.values()):
+        for resource in tuple(self.resources.values()):
             resource.release()
 
     def writers_after(self, seconds: float, call: int) -> set[int]:
@@ -144,12 +140,12 @@ class Connections:
         buffer.close()
 
     def end_threads(self) -> None:
-        for resource in tuple(self._resources.values()):
+        for resource in tuple(self.resources.values()):
             resource.end_threads()
         self.client.close()
 
     def close(self) -> None:
-        for resource in tuple(self._resources.values()):
+        for resource in tuple(self.resources.values()):
             resource.close()
         self.mailbox.shut()
         self.buffers.release()

@@ -169,19 +169,20 @@ class AbortFlags:
             raise ValueError(f"abort flags of {page.num_bytes} bytes instead of {FLAG_BYTES}")
         self.page = page
         table = (ctypes.c_uint64 * SLOTS * 2).from_address(page.address)
-        self._failed, self._writing = table
+        self.failed, self._writing = table
+        """By slot, a failed call plus 1, and a call in which the rank writes plus 1."""
 
     @classmethod
     def create(cls) -> AbortFlags:
         return cls(SharedBuffer.create(FLAG_BYTES))
 
     def mark_failed(self, call: int) -> None:
-        self._failed[call % SLOTS] = call + 1
+        self.failed[call % SLOTS] = call + 1
         _fence()
 
     def has_failed(self, call: int) -> bool:
         """Whether a call has failed on the rank that owns the page."""
-        return self._failed[call % SLOTS] == call + 1
+        return self.failed[call % SLOTS] == call + 1
 
     def begin_writing(self, call: int) -> None:
         self._writing[call % SLOTS] = call + 1

@@ -166,12 +166,14 @@ class Exchange:
         """Exchange messages on these transports; without them nothing is sent or received."""
         self.transports, self.inbox, self._wait = transports, inbox, wait
         for one in transports:
-            self._fused = self._fused or one.fuses_copies
-            self._gpu = self._gpu or one.gpu
+            if one.fuses_copies:
+                self._fused = True
+            if one.gpu is not None:
+                self._gpu = one.gpu
 
     def run(self) -> None:
         program, bound, transports, report = self.program, self.bound, self.transports, self.report
-        key = ("own", self._fused, not bound.on_devices)
+        key = self._fused, bound.is_host
         for number in range(program.num_rounds):
             self.number, round_ = number, program.round(number)
             if report is not None:
@@ -223,7 +225,8 @@ class Exchange:
                     if not sums:
                         transport.release(round_, mine)
             pending -= ready
-            self._spent("unpacking")
+            if self._part is not None:
+                self._spent("unpacking")
 
     def _compile_own(self, round_: Round, key: object) -> tuple[Copies | None, list[OrderedSum]]:
         """Copies of what stays on this rank, and sums; own addends are in the sums.

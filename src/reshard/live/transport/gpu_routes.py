@@ -143,7 +143,7 @@ class GpuTrials(Resource):
         return "" if right else f"rank {rank} reads something else than rank {peer} has written"
 
     def close(self) -> None:
-        memory = self._connections.existing(GpuMemory)
+        memory = self._connections.resources.get(GpuMemory)
         while self._allocated and memory is not None:
             device, address = self._allocated.pop()
             with memory.using(device), contextlib.suppress(CudaError):

@@ -190,16 +190,18 @@ class HostTransport(Transport):
                 bound.note_repeated()
             self._stage(first, 1)
         published = self._published = bound.published
-        strided, at = int(not bound.is_plain), published.buffer_info()[0]
-        plain = self.watch.hello(strided=strided, table_at=at)[:-3]
+        strided, table_at = int(not bound.is_plain), published.buffer_info()[0]
+        fields = (*self.watch.hello_fields, 0, strided, table_at, 0)
         for peer in self.peers:
-            send, fd, eager = messages.get(peer), None, (0, 0, 0)
-            if send is not None:
-                eager = (1, 0, 0)
-                if send.staged_bytes:
-                    buffer = self._buffers[-1]
-                    eager, fd = (1, buffer.number, send.offset), buffer.fd_for(peer)
-            mailbox.send(peer, encode_hello(*plain, *eager), fd)
+            send = messages.get(peer)
+            if send is None:
+                mailbox.send(peer, encode_hello(*fields, 0, 0, 0))
+            elif not send.staged_bytes:
+                mailbox.send(peer, encode_hello(*fields, 1, 0, 0))
+            else:
+                buffer = self._buffers[-1]
+                hello = encode_hello(*fields, 1, buffer.number, send.offset)
+                mailbox.send(peer, hello, buffer.fd_for(peer))
 
     def begin(self, round_: Round) -> int:
         """Write into tensors of peers, stage, and announce what did not go with the Hellos."""
@@ -226,13 +228,14 @@ class HostTransport(Transport):
         pack = compiled.packs[eager]
         if pack is None:
             return
-        if self._needs_buffer or not self._buffers or self._buffers[-1].num_bytes < compiled.end:
+        buffers = self._buffers
+        if self._needs_buffer or not buffers or buffers[-1].num_bytes < compiled.end:
             self._needs_buffer = False
             rounds = self.program.num_rounds if self.program.defers_release else 1
             size = max(compiled.end, rounds * self.program.peak_bytes)
-            self._buffers.append(self._connections.buffers.take(size))
+            buffers.append(self._connections.buffers.take(size))
         self._unread_by |= compiled.unread
-        buffer = self._buffers[-1]
+        buffer = buffers[-1]
         pack.run(self.bound, buffer.address, buffer.num_bytes)
 
     def receive(self, round_: Round, peers: Collection[int], arrived: Arrived) -> None:

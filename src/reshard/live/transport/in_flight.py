@@ -245,7 +245,7 @@ class InFlight(Resource):
 
 def check_earlier_calls(watch: Watch) -> None:
     """Fail this call if an earlier one failed on a GPU after it had returned."""
-    calls = watch.connections.existing(InFlight)
+    calls = watch.connections.resources.get(InFlight)
     if calls is not None:
         try:
             calls.check()
