@@ -35,7 +35,7 @@ def _mount_over(path: Path, text: str) -> None:
     with tempfile.NamedTemporaryFile("w") as file:
         file.write(text)
         file.flush()
-        os.chmod(file.name, 0o644)
+        Path(file.name).chmod(0o644)
         if not libc.unshare(CLONE_NEWNS):
             libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
             libc.mount(file.name.encode(), bytes(path), None, MS_BIND, None)
