@@ -184,7 +184,10 @@ class Call:
     ) -> None:
         """Choose a transport for every peer; the first call of a plan compares it before."""
         watch.suspect = self._check_comparison
-        routes = self._compare(watch, bound)
+        session, key, routes = watch.session, self._key, None
+        if self._compares or key not in session.agreed or session.routes.get(key) is not None:
+            routes = self._compare(watch, bound)
+        self.ticket.enqueues = routes is not None
         peers, option, connections = program.peers, self._transport, watch.connections
         if self._ask_grad and compiled.grad_hellos:
             peers |= compiled.grad_hellos.get(program.rank, frozenset())
@@ -234,7 +237,6 @@ class Call:
             watch.check()  # an earlier call is comparing the plan
             time.sleep(0.001)
         routes: GpuRoutes | None = session.routes.get(key)
-        self.ticket.enqueues = routes is not None
         if routes is None:
             return None
         where = placement_of(bound)

@@ -81,7 +81,8 @@ def encode(message: Any) -> bytes:
     kind = type(message)
     if kind in _WITH_TEXT:
         *numbers, text = message
-        return _PACKED[kind].pack(_HEADS[kind], *numbers) + text[:MAX_TEXT]  # type: ignore[index]
+        head: bytes = _PACKED[kind].pack(_HEADS[kind], *numbers)
+        return head + bytes(text[:MAX_TEXT])
     return _PACKED[kind].pack(_HEADS[kind], *message)
 
 

@@ -213,9 +213,11 @@ class Session(Member):
 
     def connect(self, ticket: Ticket, timeout: float, what: str) -> Connections:
         """Connect the ranks; ``what`` is what the call does, for errors."""
-        if self.connections is not None:
-            self.connections.client.renew()
-            return self.connections
+        connections = self.connections
+        if connections is not None:
+            if connections.client.was_stuck:
+                connections.client.renew()
+            return connections
         began = time.monotonic()
         # All ranks must connect in the same call: the first that has not given up.
         while self.connections is None and (earlier := self._calls_before(ticket)):

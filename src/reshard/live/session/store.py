@@ -195,6 +195,8 @@ class StoreClient:
     """One connection to a store, used by a worker; several calls share it: requests are short."""
 
     max_seconds = 15.0
+    was_stuck = False
+    """Whether a request has timed out since `renew` found everything in order."""
     _clone = staticmethod(clone_of)
 
     def __init__(self, store: Store, leader: int, seconds: float) -> None:
@@ -236,7 +238,7 @@ class StoreClient:
         # If this process was stopped (SIGSTOP), its time is over although the answer is on its way.
         if not task.wait(limit) and not task.wait(SECOND_LOOK):
             if not self.is_stuck:
-                self._stuck = task
+                self._stuck, self.was_stuck = task, True
             raise self._silent(limit)
         error = task.error  # not raised here: its traceback would keep this frame alive
         if isinstance(error, RuntimeError):
@@ -278,14 +280,13 @@ class StoreClient:
 
     def renew(self) -> None:
         """Replace a connection whose store does not answer: TCP may notice the loss much later."""
-        if self._stuck is None and not self._left:
-            return
         if self._left:
             self._left = [worker for worker in self._left if worker.is_alive]
         if self.is_stuck and len(self._left) < MAX_LEFT:
             self._worker.end()
             self._left.append(self._worker)
             self._stuck, self._own, self._worker = None, None, Worker()
+        self.was_stuck = self.is_stuck or bool(self._left)
 
     def _connected(self) -> Store:
         if self._own is None:

@@ -201,7 +201,8 @@ class HostTransport(Transport):
             else:
                 buffer = self._buffers[-1]
                 hello = encode_hello(*fields, 1, buffer.number, send.offset)
-                mailbox.send(peer, hello, buffer.fd_for(peer))
+                fd = None if peer in buffer.known_to else buffer.fd_for(peer)
+                mailbox.send(peer, hello, fd)
 
     def begin(self, round_: Round) -> int:
         """Write into tensors of peers, stage, and announce what did not go with the Hellos."""
