@@ -66,6 +66,8 @@ class Walk:
         code = frame.f_code
         if event != "call" or not _is_ours(frame) or not code.co_flags & inspect.CO_OPTIMIZED:
             return
+        if code.co_name.startswith("<") and _is_body(frame.f_back):
+            return  # a comprehension of a module body
         name = code.co_filename
         self.files[name] = self.files.get(name, 0) + 1
         caller = frame.f_back
@@ -79,6 +81,10 @@ class Walk:
             stack = list(_stack(frame))
             if PROBE not in stack and len(stack) > len(self.stack):
                 self.stack = stack
+
+
+def _is_body(frame: FrameType | None) -> bool:
+    return frame is not None and not frame.f_code.co_flags & inspect.CO_OPTIMIZED
 
 
 def _is_ours(frame: FrameType) -> bool:
