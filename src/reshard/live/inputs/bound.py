@@ -227,20 +227,19 @@ class BoundTensors:
 
     def create(self, side: Side, device: torch.device, like: Tensors | None = None) -> None:
         """Create the tensors of one side on a device, or where those of the same name are."""
+        tensors, result, addresses = self.tensors, self.result, self.addresses
         on_host = device is HOST and like is None
         allocate = (_empty_on_host if on_host else None) or _allocator_on(device)
-        on_devices = []
         for number, name, shape, strides, dtype in side.contiguous:
             if like is not None:
                 near = like.get(name)
                 allocate = _allocator_on(device if near is None else near.device)
-            tensor = allocate(shape, strides, dtype)
-            self.tensors[number] = self.result[name] = tensor
-            self.addresses[number] = tensor.data_ptr()
-            if not (on_host or tensor.is_cpu):
-                on_devices.append(number)
-        if on_devices:
-            self.note_special({}, on_devices, {self.tensors[n].device for n in on_devices})
+            tensors[number] = result[name] = tensor = allocate(shape, strides, dtype)
+            addresses[number] = tensor.data_ptr()
+        if not on_host:
+            new = [one[0] for one in side.contiguous if not tensors[one[0]].is_cpu]
+            if new:
+                self.note_special({}, new, {tensors[number].device for number in new})
 
     def note_special(
         self, strides: Strides, on_devices: Sequence[int], devices: Set[torch.device]
