@@ -1,5 +1,7 @@
 """What the thread that watches GPU work takes for complete, failed and late; without a GPU."""
 
+import weakref
+
 import pytest
 
 from reshard.errors import LiveError
@@ -21,7 +23,7 @@ def test_peers_are_late_until_their_last_awaited_signal_has_come() -> None:
     """Rank 1 only sends, rank 2 also reads: rank 1 may exit before rank 2 has read."""
     signals = signals_of(2)
     waits = [(1, REACHED, ENTERED), (2, REACHED, ENTERED), (2, DONE, done_step(1))]
-    work = GpuWork(signals, lambda: False, waits, [])
+    work = GpuWork(signals, lambda: False, waits, [], list[object]().append)
     assert work.late([1, 2]) == [1, 2]
     signals.peers[1].write(0, REACHED, CALL, ENTERED)
     signals.peers[2].write(0, REACHED, CALL, ENTERED)
@@ -33,9 +35,52 @@ def test_peers_are_late_until_their_last_awaited_signal_has_come() -> None:
 
 def test_a_stream_that_a_failed_peer_released_is_not_complete() -> None:
     flags = AbortFlags.create()
-    work = GpuWork(signals_of(1), lambda: True, [], [flags])
+    work = GpuWork(signals_of(1), lambda: True, [], [flags], list[object]().append)
     flags.mark_failed(CALL - 1)
     assert work.done()
     flags.mark_failed(CALL)
     with pytest.raises(LiveError, match="aborted"):
         work.done()
+
+
+class Event:
+    """An event that notes calls of the driver, which block while another thread frees memory."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def query(self) -> bool:
+        self.asked += 1
+        return True
+
+
+def test_the_driver_is_not_called_while_a_signal_is_missing() -> None:
+    """A thread that frees memory holds the driver's lock until this thread releases its stream."""
+    signals, event = signals_of(1), Event()
+    work = GpuWork(signals, event.query, [(1, DONE, done_step(0))], [], list[object]().append)
+    assert not work.done()
+    assert not event.asked
+    signals.abort()
+    with pytest.raises(LiveError, match="aborted"):
+        work.done()
+    signals = signals_of(1)
+    work = GpuWork(signals, event.query, [(1, DONE, done_step(0))], [], list[object]().append)
+    signals.peers[1].write(0, DONE, CALL, done_step(0))
+    assert work.done()
+    assert event.asked
+
+
+def test_an_event_outlives_the_work_that_it_belongs_to() -> None:
+    """Destroying it is a call of the driver as well, so its memory does that later."""
+    left: list[object] = []
+    event = Event()
+    alive = weakref.ref(event)
+    work = GpuWork(signals_of(1), event.query, [], [], left.append)
+    del event
+    assert work.done()
+    assert work.done()
+    del work
+    assert len(left) == 1
+    assert alive() is not None
+    left.clear()
+    assert alive() is None

@@ -384,7 +384,7 @@ class Watch:
 
     def close(self) -> None:
         """End the call; from now on the watch refers to no tensors."""
-        if self.handshaking:
+        if self.handshaking or self._graph is not None:
             self.finish_handshake()
         self.mailbox.close(self.call)
         self.is_closed, self.progress, self.written = True, None, None

@@ -231,6 +231,9 @@ class GpuMemory(Resource):
         self.addends = StagingBuffer()  # addends that this rank has read from peers
         self._marks: list[Any] = []
         """Events behind the GPU work of calls; those that are complete are dropped."""
+        self._left: list[object] = []
+        """Events that the thread which watches GPU work does not use any more."""
+        self.leave = self._left.append
         self.packing: tuple[int, int] | None = None
         """Address and size of the buffer in which this rank packs what peers cannot read."""
         self._published: dict[tuple[bytes, tuple[int, ...], bool], Published] = {}
@@ -307,6 +310,7 @@ class GpuMemory(Resource):
     def mark(self, device: torch.device) -> Callable[[], bool]:
         """A function that says whether all work of the current stream so far is done."""
         self._marks = [one for one in self._marks if not one.query()]
+        self._left.clear()
         if device.type != "cuda":
             return lambda: True
         event: Any = torch.cuda.current_stream(device).record_event()

@@ -124,7 +124,13 @@ class PeerViews(dict[int, torch.Tensor]):
 
 
 class GpuWork:
-    """The GPU work of one call, for the thread that watches it."""
+    """The GPU work of one call, for the thread that watches it.
+
+    A call of the driver may block this process until a stream that waits is released, as freeing
+    memory does, and any other call of the driver then waits for its lock. So the thread that
+    releases the streams calls the driver only where no signal of a peer is missing, and destroys
+    no event: it leaves that to the thread that made it.
+    """
 
     def __init__(
         self,
@@ -132,10 +138,12 @@ class GpuWork:
         done: Callable[[], bool],
         waits: Sequence[tuple[int, int, int]],
         flags: Sequence[AbortFlags],
+        leave: Callable[[object], None],
     ) -> None:
         """``waits`` says for which peer's signal, of which kind and step, this rank's stream waits;
-        ``flags`` are those of the other ranks."""
-        self.group, self._done, self._waits, self._flags = group, done, waits, flags
+        ``flags`` are those of the other ranks; ``leave`` takes what is not used any more."""
+        self.group, self._waits, self._flags, self._leave = group, waits, flags, leave
+        self._done: Callable[[], bool] | None = done
 
     def begun(self) -> bool:
         return self.group.own.has_come(REACHED, self.group.call, ENTERED)
@@ -144,13 +152,20 @@ class GpuWork:
         """Whether everything was copied, here and by the peers that read from this rank."""
         # In this order: an abort, also that of a peer, lets everything pass. A peer marks the call
         # as failed before it releases the streams.
-        done, call = self._done(), self.group.call
-        if self.group.aborted or (done and any(one.has_failed(call) for one in self._flags)):
+        finished = self._done is None or (not self._missing() and self._done())
+        call = self.group.call
+        if self.group.aborted or (finished and any(one.has_failed(call) for one in self._flags)):
             raise LiveError("a move between GPUs was aborted")
-        return done
+        if finished and self._done is not None:
+            self._leave(self._done)
+            self._done = None
+        return finished
+
+    def _missing(self) -> set[int]:
+        """The peers whose signals have not come."""
+        of, call = self.group.peers, self.group.call
+        return {p for p, kind, step in self._waits if not of[p].has_come(kind, call, step)}
 
     def late(self, peers: Collection[int]) -> list[int]:
-        """The peers whose signals have not come; one of which all have come may have exited."""
-        of, call = self.group.peers, self.group.call
-        late = {p for p, kind, step in self._waits if not of[p].has_come(kind, call, step)}
-        return sorted(late & set(peers))
+        """Those of the peers whose signals have not come; the others may have exited."""
+        return sorted(self._missing() & set(peers))
