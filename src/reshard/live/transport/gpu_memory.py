@@ -18,6 +18,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -231,9 +233,11 @@ class GpuMemory(Resource):
         self.addends = StagingBuffer()  # addends that this rank has read from peers
         self._marks: list[Any] = []
         """Events behind the GPU work of calls; those that are complete are dropped."""
-        self._left: list[object] = []
-        """Events that the thread which watches GPU work does not use any more."""
-        self.leave = self._left.append
+        self._numbers = count()
+        self._lent: dict[int, object] = {}
+        """Functions of events that another thread uses, by number."""
+        self._dropped: list[int] = []
+        """Those of them that it does not use any more."""
         self.packing: tuple[int, int] | None = None
         """Address and size of the buffer in which this rank packs what peers cannot read."""
         self._published: dict[tuple[bytes, tuple[int, ...], bool], Published] = {}
@@ -310,12 +314,24 @@ class GpuMemory(Resource):
     def mark(self, device: torch.device) -> Callable[[], bool]:
         """A function that says whether all work of the current stream so far is done."""
         self._marks = [one for one in self._marks if not one.query()]
-        self._left.clear()
+        with contextlib.suppress(IndexError):  # until there is none, also if another thread helps
+            while True:
+                self._lent.pop(self._dropped.pop(), None)
         if device.type != "cuda":
             return lambda: True
         event: Any = torch.cuda.current_stream(device).record_event()
         self._marks.append(event)
         return event.query  # type: ignore[no-any-return]
+
+    def lend(self, query: Callable[[], bool]) -> Callable[[], None]:
+        """Keep the event of a function that `mark` has returned for another thread.
+
+        That thread drops the function first and calls what this returns then, so that it never
+        destroys the event.
+        """
+        number = next(self._numbers)
+        self._lent[number] = query
+        return partial(self._dropped.append, number)
 
     @property
     def is_idle(self) -> Callable[[], bool]:

@@ -373,7 +373,7 @@ class GpuPeerTransport(Transport):
                 mark = self._memory.mark(self.device)
                 waits = [(peer, kind, last) for (peer, kind), last in self._awaited.items()]
                 flags = [peer.flags for peer in self.watch.connections.peers.values()]
-                work = GpuWork(signals, mark, waits, flags, self._memory.leave)
+                work = GpuWork(signals, mark, waits, flags, self._memory.lend(mark))
                 late = "its GPU to come to the move of"
                 self._in_flight.add(work, self.peers, lambda p: f"{late} {program.first_name(p)}")
 

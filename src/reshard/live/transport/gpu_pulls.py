@@ -128,8 +128,8 @@ class GpuWork:
 
     A call of the driver may block this process until a stream that waits is released, as freeing
     memory does, and any other call of the driver then waits for its lock. So the thread that
-    releases the streams calls the driver only where no signal of a peer is missing, and destroys
-    no event: it leaves that to the thread that made it.
+    releases the streams calls the driver only where no signal of a peer is missing, and drops no
+    event last: that would destroy it.
     """
 
     def __init__(
@@ -138,11 +138,11 @@ class GpuWork:
         done: Callable[[], bool],
         waits: Sequence[tuple[int, int, int]],
         flags: Sequence[AbortFlags],
-        leave: Callable[[object], None],
+        dropped: Callable[[], None],
     ) -> None:
         """``waits`` says for which peer's signal, of which kind and step, this rank's stream waits;
-        ``flags`` are those of the other ranks; ``leave`` takes what is not used any more."""
-        self.group, self._waits, self._flags, self._leave = group, waits, flags, leave
+        ``flags`` are those of the other ranks; ``dropped`` is called when ``done`` was dropped."""
+        self.group, self._waits, self._flags, self._dropped = group, waits, flags, dropped
         self._done: Callable[[], bool] | None = done
 
     def begun(self) -> bool:
@@ -157,8 +157,8 @@ class GpuWork:
         if self.group.aborted or (finished and any(one.has_failed(call) for one in self._flags)):
             raise LiveError("a move between GPUs was aborted")
         if finished and self._done is not None:
-            self._leave(self._done)
             self._done = None
+            self._dropped()
         return finished
 
     def _missing(self) -> set[int]:
