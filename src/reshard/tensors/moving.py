@@ -145,8 +145,8 @@ def move(
         and (shape is None and dtype is None and device is None and memory is None and not options)
         and (forward_dtype is None and backward_dtype is None and not num_modes())
     ):
-        named = partial(_named_ranks, (tensor,))
-        return with_ticket(None, named, _dtensors.repeat, tensor, to, _move_by_default)
+        ranks = partial(_named_ranks, (tensor,))
+        return with_ticket(None, ranks, _dtensors.repeat, tensor, to, _move_by_default)
     source: Any = _read(have) if isinstance(have, str) else have
     destination: Any = _read(want) if isinstance(want, str) else want
     target: Any = _read(to) if isinstance(to, str) else to
@@ -159,16 +159,15 @@ def move(
             "LocalTensorMode runs all ranks in this process, and a move is between processes: run "
             "it in a job of several ranks, or use DTensor.redistribute"
         )
-    on_own_mesh = False
+    on_own_mesh = have is None and is_dtensor(tensor) and request.is_on_own_mesh()
     if have is None and is_dtensor(tensor):
-        on_own_mesh = request.is_on_own_mesh()
         placements = None if on_own_mesh else _redistribution().expressible(tensor)
         if placements is not None:
             # In a call of its own: a layout cannot express the placements of the tensor.
             to = (tensor.device_mesh, placements)
             request = request._replace(tensor=move(tensor, to=to, group=group, **options))
-    named = partial(_named_ranks, (tensor, source, destination, target))
-    return with_ticket(group, named, _move, request, on_own_mesh)
+    ranks = partial(_named_ranks, (tensor, source, destination, target))
+    return with_ticket(group, ranks, _move, request, on_own_mesh)
 
 
 def _move_by_default(ticket: Ticket, tensor: DTensor, to: OnMesh) -> Any:
