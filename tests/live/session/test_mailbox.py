@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import socket
 import time
+from collections.abc import Mapping
 
 import pytest
 
@@ -76,6 +77,26 @@ def test_a_buffer_is_used_again_when_its_peers_have_finished_the_call() -> None:
     assert pool.take(100) is lent, "a peer that is gone reads nothing"
     lent.close()
     mailbox.shut()
+
+
+def test_a_buffer_that_another_thread_lends_meanwhile_is_not_taken() -> None:
+    """Between the moment a thread sees a free buffer and the moment it takes it, another thread may
+    have used it for a whole call, whose messages peers still read."""
+    calls = []
+
+    def have_read(loans: Mapping[int, int]) -> bool:
+        unread = bool(loans)
+        if not calls:
+            calls.append(1)
+            pool.end_call([pool.take(100)], 1, (1,), ok=True)
+        return not unread
+
+    pool = BufferPool(SharedBuffer.close, have_read)
+    pool.give_back(pool.take(100))
+    taken = pool.take(100)
+    assert not taken.loans
+    taken.close()
+    pool.release()
 
 
 def test_a_message_that_is_filed_twice_maps_its_buffer_once() -> None:

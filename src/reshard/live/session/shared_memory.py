@@ -103,18 +103,24 @@ class BufferPool:
 
         A new one replaces all that are idle.
         """
-        have_read, free, idle = self._have_read, self._free, list[SharedBuffer]()
-        for buffer in sorted(free, key=attrgetter("num_bytes")):
-            if have_read(buffer.loans):
-                if buffer.num_bytes < num_bytes:
-                    idle.append(buffer)
-                elif free.pop(buffer, _TAKEN) is None:
-                    return buffer
-        for buffer in idle:
-            if free.pop(buffer, _TAKEN) is None:
+        for buffer in sorted(self._free, key=attrgetter("num_bytes")):
+            if buffer.num_bytes >= num_bytes and self._claim(buffer):
+                return buffer
+        for buffer in tuple(self._free):
+            if self._claim(buffer):
                 self.retire(buffer)
         page = mmap.PAGESIZE
         return SharedBuffer.create(max(1, -(-num_bytes // page)) * page)
+
+    def _claim(self, buffer: SharedBuffer) -> bool:
+        """Take a free buffer out of the pool, unless another thread has, or peers still read it."""
+        if self._free.pop(buffer, _TAKEN) is _TAKEN:
+            return False
+        # Only now: another thread may have lent it to its peers since this one saw it in the pool.
+        if self._have_read(buffer.loans):
+            return True
+        self._free[buffer] = None
+        return False
 
     def end_call(
         self, used: list[SharedBuffer], call: int, unread_by: Collection[int], ok: bool
