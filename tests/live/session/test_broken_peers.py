@@ -16,8 +16,7 @@ import torch.distributed as dist
 from reshard.errors import LiveError
 from reshard.live.failure import agreement
 from reshard.live.session import listener
-from reshard.live.session.control import Abort, Control, Hello, Ready, Waiting
-from reshard.live.session.mailbox import encode
+from reshard.live.session.control import Abort, Control, Hello, Ready, Waiting, encode
 from reshard.live.session.session import Connections, all_connections
 from tests.live.failure.faults import Tried, plan_of, source_of, tried
 from tests.ranks.pool import Pool, fresh_ranks

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reshard.errors import DisagreementError, LiveError, MoveTimeoutError, PeerLostError
-from reshard.live.session.control import MAX_CHARACTERS, Cause
-from reshard.live.session.mailbox import MAX_TEXT
+from reshard.live.session.control import MAX_CHARACTERS, MAX_TEXT, Cause
 
 
 @pytest.mark.parametrize("error", [PeerLostError, MoveTimeoutError, DisagreementError, LiveError])

@@ -10,8 +10,16 @@ from collections.abc import Mapping
 import pytest
 
 from reshard.errors import MoveTimeoutError
-from reshard.live.session.control import Abort, Alive, Hello, Ready, Retired, Waiting
-from reshard.live.session.mailbox import MAX_AHEAD, Mailbox, encode
+from reshard.live.session.control import (
+    Abort,
+    Alive,
+    Hello,
+    Ready,
+    Retired,
+    Waiting,
+    encode,
+)
+from reshard.live.session.mailbox import MAX_AHEAD, Mailbox
 from reshard.live.session.shared_memory import BufferPool, SharedBuffer
 
 DIGEST = b"d" * 16

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection
+import struct
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from reshard import errors
@@ -100,6 +102,65 @@ MAX_CHARACTERS = 2000
 MAX_RANKS = 256
 """Ranks, counted with repetition, of the sessions whose calls a cause names. Above that it names no
 calls: a rank skips those calls when it finds the deadlock itself."""
+
+_MAGIC = b"rsh4"
+_FIELDS: dict[type, str] = {
+    Hello: "Q16sQQQQQQQQQQ",
+    Ready: "QQQQ",
+    Released: "QQ",
+    Retired: "QQ",
+    Alive: "Q",
+    Abort: "Q",
+    Waiting: "Q",
+}
+"""The fields of each kind in their order; some have a text as their last field."""
+_HEADS = {kind: struct.pack("<4sI", _MAGIC, n) for n, kind in enumerate(_FIELDS, 1)}
+_PACKED = {kind: struct.Struct("<8s" + fields) for kind, fields in _FIELDS.items()}
+_KINDS: dict[bytes, tuple[Any, struct.Struct]]
+_KINDS = {head: (kind, struct.Struct("<8x" + _FIELDS[kind])) for kind, head in _HEADS.items()}
+_WITH_TEXT: set[type] = {Abort, Waiting}
+
+MAX_TEXT = 6 * MAX_CHARACTERS + 16 * MAX_RANKS + 256
+"""Bytes of text in a message: a cause, in which JSON may take 6 bytes per character."""
+
+MAX_MESSAGE = _PACKED[Hello].size + MAX_TEXT
+"""No message is longer."""
+
+
+def encode(message: Any) -> bytes:
+    """Encode a message as bytes.
+
+    >>> decode(encode(Ready(7, 0, buffer=3, offset=4096)))
+    Ready(call=7, round=0, buffer=3, offset=4096)
+    """
+    kind = type(message)
+    if kind in _WITH_TEXT:
+        *numbers, text = message
+        head: bytes = _PACKED[kind].pack(_HEADS[kind], *numbers)
+        return head + bytes(text[:MAX_TEXT])
+    return _PACKED[kind].pack(_HEADS[kind], *message)
+
+
+def decode(data: bytes) -> Control | None:
+    """Decode a message; None for bytes that ``encode`` did not write."""
+    known = _KINDS.get(data[:8])
+    if known is None:
+        return None
+    kind, form = known
+    message: Control
+    if kind in _WITH_TEXT:
+        if not form.size <= len(data) <= MAX_MESSAGE:
+            return None
+        message = kind(*form.unpack_from(data), data[form.size :])
+    else:
+        if len(data) != form.size:
+            return None
+        message = tuple.__new__(kind, form.unpack(data))
+    return message
+
+
+encode_hello: Callable[..., bytes] = partial(_PACKED[Hello].pack, _HEADS[Hello])
+"""Encode a Hello from its fields."""
 
 Calls = tuple[tuple[tuple[int, ...], int], ...]
 """Calls by the ranks of their sessions, and their numbers there."""

@@ -15,14 +15,12 @@ import struct
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reshard.errors import LiveError, MoveTimeoutError
 from reshard.live.session.control import (
-    MAX_CHARACTERS,
-    MAX_RANKS,
+    MAX_MESSAGE,
     Abort,
     Alive,
     Control,
@@ -31,32 +29,11 @@ from reshard.live.session.control import (
     Released,
     Retired,
     Waiting,
+    decode,
+    encode,
 )
 from reshard.live.session.shared_memory import SharedBuffer
 from reshard.live.session.store import OwnedLock
-
-_MAGIC = b"rsh4"
-_FIELDS: dict[type, str] = {
-    Hello: "Q16sQQQQQQQQQQ",
-    Ready: "QQQQ",
-    Released: "QQ",
-    Retired: "QQ",
-    Alive: "Q",
-    Abort: "Q",
-    Waiting: "Q",
-}
-"""The fields of each kind in their order; some have a text as their last field."""
-_HEADS = {kind: struct.pack("<4sI", _MAGIC, n) for n, kind in enumerate(_FIELDS, 1)}
-_PACKED = {kind: struct.Struct("<8s" + fields) for kind, fields in _FIELDS.items()}
-_KINDS: dict[bytes, tuple[Any, struct.Struct]]
-_KINDS = {head: (kind, struct.Struct("<8x" + _FIELDS[kind])) for kind, head in _HEADS.items()}
-_WITH_TEXT: set[type] = {Abort, Waiting}
-
-MAX_TEXT = 6 * MAX_CHARACTERS + 16 * MAX_RANKS + 256
-"""Bytes of text in a message: a cause, in which JSON may take 6 bytes per character."""
-
-MAX_MESSAGE = _PACKED[Hello].size + MAX_TEXT
-"""No message is longer."""
 
 _SIZE, _FD_BYTES = (MAX_MESSAGE + 1,), (socket.CMSG_LEN(4 * struct.calcsize("i")),)
 """Arguments of recvmsg, as `map` takes them: one byte more than the longest message."""
@@ -70,42 +47,6 @@ MAX_SKIPPED = 64
 DISPENSABLE = {Abort, Alive, Retired, Waiting}
 """Messages that a peer can do without: flags and the store tell it of an abort too, and a buffer
 that it does not unmap costs only memory."""
-
-
-def encode(message: Any) -> bytes:
-    """Encode a message as bytes.
-
-    >>> decode(encode(Ready(7, 0, buffer=3, offset=4096)))
-    Ready(call=7, round=0, buffer=3, offset=4096)
-    """
-    kind = type(message)
-    if kind in _WITH_TEXT:
-        *numbers, text = message
-        head: bytes = _PACKED[kind].pack(_HEADS[kind], *numbers)
-        return head + bytes(text[:MAX_TEXT])
-    return _PACKED[kind].pack(_HEADS[kind], *message)
-
-
-def decode(data: bytes) -> Control | None:
-    """Decode a message; None for bytes that ``encode`` did not write."""
-    known = _KINDS.get(data[:8])
-    if known is None:
-        return None
-    kind, form = known
-    message: Control
-    if kind in _WITH_TEXT:
-        if not form.size <= len(data) <= MAX_MESSAGE:
-            return None
-        message = kind(*form.unpack_from(data), data[form.size :])
-    else:
-        if len(data) != form.size:
-            return None
-        message = tuple.__new__(kind, form.unpack(data))
-    return message
-
-
-encode_hello: Callable[..., bytes] = partial(_PACKED[Hello].pack, _HEADS[Hello])
-"""Encode a Hello from its fields."""
 
 
 class Inbox:

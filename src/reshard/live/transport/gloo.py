@@ -20,8 +20,7 @@ from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.blocks import CopyList
 from reshard.live.program.messages import GLOO, Message
 from reshard.live.program.rounds import Program, Round
-from reshard.live.session.control import Cause, Hello, Ready
-from reshard.live.session.mailbox import decode, encode
+from reshard.live.session.control import Cause, Hello, Ready, decode, encode
 from reshard.live.transport.base import Transport, compile_copies, compile_received
 from reshard.live.transport.gloo_group import GlooGroup, Pending, in_short
 

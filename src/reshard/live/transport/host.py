@@ -25,8 +25,7 @@ from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.blocks import CopyList
 from reshard.live.program.messages import DIRECT, HOST, IovecCall, IovecPlan, Message, Mode
 from reshard.live.program.rounds import Program, Round, Transfer
-from reshard.live.session.control import Ready, Released
-from reshard.live.session.mailbox import encode_hello
+from reshard.live.session.control import Ready, Released, encode_hello
 from reshard.live.session.shared_memory import SharedBuffer
 from reshard.live.transport.base import (
     Copies,
