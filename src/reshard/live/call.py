@@ -133,19 +133,9 @@ class Call:
         return result
 
     def _run(self, compiled: CompiledPlan) -> Result:
-        options, report, watch, after = self.options, self.report, None, None
+        options, report, after = self.options, self.report, None
         began = 0.0 if report is None else time.perf_counter()
-        if self.session is not None and (
-            (compiled.exchanges or self._compares or options.atomic)
-            or (self._ask_grad and compiled.grad_hellos)
-        ):
-            self.session.connect(self.ticket, options.timeout, compiled.what)
-            watch = self.watch = Watch(
-                self.ticket, compiled.digest, compiled.what, options.timeout, options.deadline,
-                GRAD_CODES[self.grad],
-            )  # fmt: skip
-            if InFlight in watch.connections.resources:
-                check_earlier_calls(watch)
+        watch = self._connect(compiled)
         try:
             bound = self._bound = bind(
                 compiled.locals, self.tensors, self.into, self.ticket.group, options, self._resolves
@@ -179,11 +169,28 @@ class Call:
             self.wait_complete()
         return self._commit(bound) if options.atomic else bound.result
 
+    def _connect(self, compiled: CompiledPlan) -> Watch | None:
+        """Connect the ranks, if they exchange anything."""
+        options = self.options
+        if self.session is None or not (
+            (compiled.exchanges or self._compares or options.atomic)
+            or (self._ask_grad and compiled.grad_hellos)
+        ):
+            return None
+        self.session.connect(self.ticket, options.timeout, compiled.what)
+        watch = self.watch = Watch(
+            self.ticket, compiled.digest, compiled.what, options.timeout, options.deadline,
+            GRAD_CODES[self.grad],
+        )  # fmt: skip
+        if InFlight in watch.connections.resources:
+            check_earlier_calls(watch)
+        return watch
+
     def _choose_transports(
         self, watch: Watch, compiled: CompiledPlan, program: Program, bound: BoundTensors
     ) -> None:
         """Choose a transport for every peer; the first call of a plan compares it before."""
-        watch.suspect = self._check_comparison
+        watch.suspect = lambda: check_comparison(watch, self._signature)
         session, key, routes = watch.session, self._key, None
         if self._compares or key not in session.agreed or session.routes.get(key) is not None:
             routes = self._compare(watch, bound)
@@ -253,10 +260,6 @@ class Call:
     def _gpu(self, bound: BoundTensors) -> torch.device | None:
         """The GPU that this rank's tensors are on; None if it has none."""
         return device_of(bound) if placement_of(bound) == GPU else None
-
-    def _check_comparison(self) -> None:
-        assert self.watch is not None
-        check_comparison(self.watch, self._signature)
 
     def _signature(self) -> Signature:
         assert self._bound is not None

@@ -143,10 +143,8 @@ def _holds(spec: TensorSpec, rank: int, least: int) -> bool:
 def compiled_plan(
     plan: Plan, given: dist.ProcessGroup | None
 ) -> tuple[CompiledPlan | None, Session | None]:
-    """The plan compiled for this rank of a group, once, and its session if it has one by now.
-
-    None if the rank has no part in the plan.
-    """
+    """The plan compiled for this rank of a group, once, and its session if it has one by now; None
+    if the rank has no part in the plan."""
     compiled: CompiledPlan | None = plan.compiled
     group: Any = given or dist.group.WORLD
     # dist.get_rank takes microseconds; the rank does not change while a group lives.

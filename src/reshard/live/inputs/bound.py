@@ -92,6 +92,14 @@ class Side:
         self.times = 0
         """Where these were in the last call, and in how many calls before it in a row."""
 
+    def check_names(self, given: Tensors) -> None:
+        unknown = [f'"{name}"' for name in given if name not in self.planned]
+        if unknown:
+            raise TensorError(
+                f"rank {self.rank} was given {and_more(unknown)} {self.role}, which the plan does "
+                "not have: give only what was planned"
+            )
+
 
 class AcceptedTensors:
     """What the tensors of a call were like, to accept others like them without checking each.
@@ -190,12 +198,7 @@ class BoundTensors:
             self._sides = (*self._sides, side)
         if side.accepted is not None and side.accepted.bind(self, given):
             return
-        if not given.keys() <= side.planned.keys():
-            unknown = [f'"{name}"' for name in given if name not in side.planned]
-            raise TensorError(
-                f"rank {side.rank} was given {and_more(unknown)} {side.role}, which the plan does "
-                "not have: give only what was planned"
-            )
+        side.check_names(given)
         may_recur = 0 < len(given) == len(side.specs) and hasattr(guards, "TensorGuards")
         all_strides, on_devices = dict[int, Any](), list[int]()
         for local in side.specs:

@@ -114,10 +114,8 @@ def bind(
     options: Options,
     resolves: bool = False,
 ) -> BoundTensors:
-    """Check the tensors that this rank has given to a call, and create missing destinations.
-
-    ``resolves`` is whether sources that are lazy conjugates are resolved instead of refused.
-    """
+    """Check the tensors that this rank has given to a call, and create missing destinations;
+    ``resolves`` is that of `BoundTensors.bind`."""
     have, want = locals_.sides
     bound = BoundTensors(locals_.staging)
     bound.bind(have, tensors, resolves)

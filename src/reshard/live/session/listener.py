@@ -93,20 +93,7 @@ class Listener:
         """
         end, sockets = time.monotonic() + seconds, self._sockets
         names = {peer: str(one["socket"]) for peer, one in members.items() if peer != self.rank}
-        for peer in sorted(rank for rank in names if rank < self.rank):
-            with self._blaming(peer, stalled):
-                sockets[peer] = link = socket.socket(*UNIX)
-                link.settimeout(_left(end))
-                link.connect("\0" + names[peer])
-                link.send(json.dumps([self.rank, self.name]).encode())
-        reach(1)
-        while absent := [peer for peer in names if peer > self.rank and peer not in sockets]:
-            check()
-            if not self._accept(names):
-                self.check_alive({peer: names[peer] for peer in absent})
-            if time.monotonic() > end:
-                raise stalled(absent)
-        reach(2)
+        self._introduce(names, end, check, reach, stalled)
         probed: dict[int, tuple[int, bool]] = {}
         # All ranks send before they receive, so that no two wait for each other.
         for peer, link in sockets.items():
@@ -126,6 +113,31 @@ class Listener:
                 peers[peer] = HostPeer(link, pid, answer == b"1" and readable, flags)
         self._sockets = {}
         return peers
+
+    def _introduce(
+        self,
+        names: Mapping[int, str],
+        end: float,
+        check: Callable[[], object],
+        reach: Callable[[int], object],
+        stalled: Stalled,
+    ) -> None:
+        """Connect to the lower ranks, and accept the connections of the higher ones."""
+        sockets = self._sockets
+        for peer in sorted(rank for rank in names if rank < self.rank):
+            with self._blaming(peer, stalled):
+                sockets[peer] = link = socket.socket(*UNIX)
+                link.settimeout(_left(end))
+                link.connect("\0" + names[peer])
+                link.send(json.dumps([self.rank, self.name]).encode())
+        reach(1)
+        while absent := [peer for peer in names if peer > self.rank and peer not in sockets]:
+            check()
+            if not self._accept(names):
+                self.check_alive({peer: names[peer] for peer in absent})
+            if time.monotonic() > end:
+                raise stalled(absent)
+        reach(2)
 
     def close(self) -> None:
         """Accept no further connections."""
