@@ -43,7 +43,7 @@ from reshard.live.inputs.request import Options, bind, has_nccl, home_device
 from reshard.live.program.rounds import Program, Round
 from reshard.live.session.control import CallAheadError, Cause
 from reshard.live.session.session import Key, Session, Ticket
-from reshard.live.transport.base import Exchange, Transport, among
+from reshard.live.transport.base import Exchange, Transport, common_ranks
 from reshard.live.transport.gloo import GlooTransport
 from reshard.live.transport.gloo_group import GlooGroups
 from reshard.live.transport.gpu_peer import GpuPeerTransport
@@ -217,7 +217,7 @@ class Call:
                 chosen.append(NcclTransport(*common, peers, *on_gpus, gloo, alone, gathers, reason))
                 return
             option = "auto"
-        near = frozenset() if option == "network" else among(peers, connections.peers.keys())
+        near = frozenset() if option == "network" else common_ranks(peers, connections.peers.keys())
         if near:
             chosen.append(HostTransport(*common, near, option, reason))
         if gloo is not None:
@@ -376,11 +376,11 @@ class Call:
 
     def gpus(self) -> set[torch.device]:
         """The GPUs that this call accesses."""
-        found = {tensor.device for tensor in self.all_tensors() if tensor.is_cuda}
-        if self.options.device is not None or not found:
+        gpus = {tensor.device for tensor in self.all_tensors() if tensor.is_cuda}
+        if self.options.device is not None or not gpus:
             home = home_device(self.ticket.group, self.options)
-            found |= {home} if home.type == GPU else set()
-        return found
+            gpus |= {home} if home.type == GPU else set()
+        return gpus
 
     @property
     def in_flight(self) -> InFlightCall | None:

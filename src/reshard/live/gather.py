@@ -64,17 +64,17 @@ class _Gather:
         """The buffer with this rank's bytes."""
 
     def run(self, data: bytes, timeout: float, what: str) -> dict[int, bytes] | None:
-        found, self.ticket.undo = None, self._close
+        gathered, self.ticket.undo = None, self._close
         try:
             connections = self.session.connect(self.ticket, timeout, what)
             if not connections.spans_hosts:
                 self.watch = Watch(self.ticket, DIGEST, what, timeout)
-                found = self._exchange(self.watch, data)
+                gathered = self._exchange(self.watch, data)
                 self._ok = True
         except ReshardError as error:
             fail_and_close(self.watch, error, self._close)
         self._close()
-        return found
+        return gathered
 
     def _exchange(self, watch: Watch, data: bytes) -> dict[int, bytes]:
         """Send this rank's bytes in a buffer, wait for all Hellos, and read what they name."""

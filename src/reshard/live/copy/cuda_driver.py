@@ -85,11 +85,11 @@ class Driver:
 
     def gpu_of(self, device: torch.device) -> str:
         """A text that names the GPU of a device, on all processes alike."""
-        number, found = c_int(), (ctypes.c_ubyte * 16)()
+        number, uuid = c_int(), (ctypes.c_ubyte * 16)()
         index = torch.cuda.current_device() if device.index is None else device.index
         self._call("cuDeviceGet", byref(number), c_int(index))
-        self._call("cuDeviceGetUuid_v2", byref(found), number)
-        return bytes(found).hex()
+        self._call("cuDeviceGetUuid_v2", byref(uuid), number)
+        return bytes(uuid).hex()
 
     def allocation(self, address: int) -> Allocation:
         """The allocation that an address is in."""
@@ -99,9 +99,9 @@ class Driver:
 
     def number(self, address: int) -> int:
         """The number of the allocation that an address is in; 0 if there is none."""
-        found = c_uint64()
-        code = self._code("cuPointerGetAttribute", byref(found), BUFFER_ID, c_uint64(address))
-        return 0 if code else found.value
+        number = c_uint64()
+        code = self._code("cuPointerGetAttribute", byref(number), BUFFER_ID, c_uint64(address))
+        return 0 if code else number.value
 
     def export(self, base: int) -> bytes:
         """A handle with which other processes open the allocation that begins here."""
@@ -111,9 +111,9 @@ class Driver:
 
     def open(self, handle: bytes) -> int:
         """Map an allocation of another process; returns its address in this one."""
-        found, theirs = c_uint64(), _Handle.from_buffer_copy(handle)
-        self._call("cuIpcOpenMemHandle_v2", byref(found), theirs, c_uint(OPEN_LAZILY))
-        return found.value
+        address, theirs = c_uint64(), _Handle.from_buffer_copy(handle)
+        self._call("cuIpcOpenMemHandle_v2", byref(address), theirs, c_uint(OPEN_LAZILY))
+        return address.value
 
     def close(self, address: int) -> None:
         """Unmap an allocation of another process."""
@@ -121,25 +121,25 @@ class Driver:
 
     def allocate(self, num_bytes: int) -> int:
         """Allocate memory that can be exported, whatever torch's allocator is."""
-        found = c_uint64()
-        self._call("cuMemAlloc_v2", byref(found), c_size_t(num_bytes))
-        return found.value
+        address = c_uint64()
+        self._call("cuMemAlloc_v2", byref(address), c_size_t(num_bytes))
+        return address.value
 
     def free(self, address: int) -> None:
         self._call("cuMemFree_v2", c_uint64(address))
 
     def write_word(self, address: int, value: int) -> None:
-        """Write 8 bytes of device memory, beside all streams."""
+        """Write 8 bytes of device memory, on a stream of its own."""
         word = c_uint64(value)
-        self._beside_streams("cuMemcpyHtoDAsync_v2", c_uint64(address), byref(word), c_size_t(8))
+        self._on_own_stream("cuMemcpyHtoDAsync_v2", c_uint64(address), byref(word), c_size_t(8))
 
     def read_word(self, address: int) -> int:
-        """Read 8 bytes of device memory, beside all streams."""
+        """Read 8 bytes of device memory, on a stream of its own."""
         word = c_uint64()
-        self._beside_streams("cuMemcpyDtoHAsync_v2", byref(word), c_uint64(address), c_size_t(8))
+        self._on_own_stream("cuMemcpyDtoHAsync_v2", byref(word), c_uint64(address), c_size_t(8))
         return word.value
 
-    def _beside_streams(self, name: str, *arguments: Any) -> None:
+    def _on_own_stream(self, name: str, *arguments: Any) -> None:
         """Call the driver on a stream that waits for no other, and wait for it."""
         stream = c_void_p()
         self._call("cuStreamCreate", byref(stream), c_uint(NON_BLOCKING))
@@ -151,10 +151,10 @@ class Driver:
 
     def register(self, address: int, num_bytes: int) -> int:
         """Let GPUs access memory of the host; returns its address on devices."""
-        memory, found = c_void_p(address), c_uint64()
+        memory, place = c_void_p(address), c_uint64()
         self._call("cuMemHostRegister_v2", memory, c_size_t(num_bytes), c_uint(PORTABLE_AND_MAPPED))
-        self._call("cuMemHostGetDevicePointer_v2", byref(found), memory, c_uint(0))
-        return found.value
+        self._call("cuMemHostGetDevicePointer_v2", byref(place), memory, c_uint(0))
+        return place.value
 
     def unregister(self, address: int) -> None:
         self._call("cuMemHostUnregister", c_void_p(address))

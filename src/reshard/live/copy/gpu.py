@@ -61,10 +61,10 @@ class TensorTable:
 
     def with_tensors(self, tensors: Mapping[int, torch.Tensor]) -> TensorTable:
         """The same addresses, which are uploaded once, of tensors that were bound again."""
-        found = TensorTable.__new__(TensorTable)
-        found.__dict__ |= self.__dict__
-        found.tensors = tensors
-        return found
+        table = TensorTable.__new__(TensorTable)
+        table.__dict__ |= self.__dict__
+        table.tensors = tensors
+        return table
 
     def uploaded(self) -> torch.Tensor:
         """The addresses on the device; the upload is enqueued."""
@@ -114,8 +114,8 @@ class CopyTable:
         aligned = sizes is None or not (blocks.addresses(phases) % sizes.itemsizes).any()
         drop_oldest(self._compiled, MAX_KEPT - 1)
         table = compile_table(blocks, sizes)
-        found = self._compiled[tensors.key] = _Compiled(blocks, table, aligned, {})
-        return found
+        compiled = self._compiled[tensors.key] = _Compiled(blocks, table, aligned, {})
+        return compiled
 
 
 class TorchCopies:

@@ -93,8 +93,8 @@ class Strided:
 
     def addresses(self, phase: Ints) -> Ints:
         """Where each block starts on both sides, modulo 16 at least."""
-        found: Ints = self.offset + phase[self.base]
-        return found
+        offsets: Ints = self.offset + phase[self.base]
+        return offsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +201,8 @@ def _merge_dims(blocks: Strided) -> Strided:
 
 def _outer_bits(blocks: Strided) -> Ints:
     """All strides of the outer dims, or-ed, on both sides."""
-    found: Ints = np.bitwise_or.reduce(blocks.strides[:, :, :-1], axis=2, initial=0)
-    return found
+    bits: Ints = np.bitwise_or.reduce(blocks.strides[:, :, :-1], axis=2, initial=0)
+    return bits
 
 
 def _without_edges(blocks: Strided, phase: Ints) -> Strided:
@@ -326,13 +326,13 @@ def _lanes(units: Ints, unit: Ints, widest: int) -> tuple[int, int]:
     def are_most(chosen: Any) -> bool:
         return int(units[chosen].sum()) * 2 > int(units.sum())
 
-    found = FEW_LANES, 1
+    lanes = FEW_LANES, 1
     if are_most(unit >= SHIFTED + FEWEST_LANES // 2 * WIDEST):
-        found = FEWEST_LANES, 1
+        lanes = FEWEST_LANES, 1
     elif are_most(unit >= SHIFTED):
-        found = FEW_LANES, 4
-    too_many = int((-(-units // found[0])).sum()) > MAX_TILES
-    return (MANY_LANES, 2) if too_many or are_most(unit * 4 < widest) else found
+        lanes = FEW_LANES, 4
+    too_many = int((-(-units // lanes[0])).sum()) > MAX_TILES
+    return (MANY_LANES, 2) if too_many or are_most(unit * 4 < widest) else lanes
 
 
 def _division_by(divisors: Ints) -> tuple[Ints, Ints]:

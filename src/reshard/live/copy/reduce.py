@@ -101,8 +101,8 @@ class OrderedSum:
         order in all transfers."""
         parts, starts, _ = self._parts
         within = transfer.at - transfer.at[np.searchsorted(transfer.part, transfer.part)]
-        found: Ints = starts[np.searchsorted(parts, transfer.part)] + within
-        return found
+        places: Ints = starts[np.searchsorted(parts, transfer.part)] + within
+        return places
 
     def _runs(self, transfer: Transfer) -> Iterator[tuple[int, int, int]]:
         """The runs of a packed transfer that are contiguous in the accumulator as well.

@@ -40,7 +40,9 @@ GRAD_CODES = {None: 0, False: 1, True: 2}
 """The field ``grad`` of a Hello: whether the source requires gradients, if the rank knows."""
 
 
-def meet(watch: Watch, name: str, what: Callable[[int], str], value: str = "here") -> list[str]:
+def await_all(
+    watch: Watch, name: str, what: Callable[[int], str], value: str = "here"
+) -> list[str]:
     """Post a value in the store and wait for those of all ranks; returns all keys.
 
     ``what`` says what a peer is waited for.
@@ -64,7 +66,7 @@ def meet(watch: Watch, name: str, what: Callable[[int], str], value: str = "here
     return names
 
 
-def forget(watch: Watch, name: str, keys: Sequence[str]) -> None:
+def delete_keys(watch: Watch, name: str, keys: Sequence[str]) -> None:
     """Delete keys of the store when no rank needs them any more.
 
     The rank that serves the store waits for all others: they may be about to exit.
@@ -73,14 +75,14 @@ def forget(watch: Watch, name: str, keys: Sequence[str]) -> None:
     if connections.rank != connections.leader:
         connections.client.set(f"{name}/done/{connections.rank}", "1")
         return
-    done = meet(watch, f"{name}/done", lambda peer: f"it to have read what {watch.what} is")
+    done = await_all(watch, f"{name}/done", lambda peer: f"it to have read what {watch.what} is")
     connections.client.request(lambda store: [store.delete_key(key) for key in (*keys, *done)])
 
 
 def barrier(watch: Watch, name: str) -> None:
     """Wait until every rank of the session has come this far in the call."""
     name = f"{name}/{watch.call}"
-    forget(watch, name, meet(watch, name, lambda peer: "it to have all of its part"))
+    delete_keys(watch, name, await_all(watch, name, lambda peer: "it to have all of its part"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +111,16 @@ def compare(watch: Watch, signature: Signature) -> dict[int, str]:
     first = f'"{next(iter(signature.plan.want))}"' if signature.plan.want else "nothing"
     what = f"it to compare what is moved, with {first}"
     name = _key(watch, "signature")
-    keys = meet(watch, name, lambda peer: what, signature.to_json())
+    keys = await_all(watch, name, lambda peer: what, signature.to_json())
     values = client.request(lambda store: store.multi_get(keys))
     ranks = watch.connections.ranks
-    found = {rank: _read_signature(text) for rank, text in zip(ranks, values, strict=True)}
-    _check_tags(watch, {rank: tag for rank, (*_, tag) in found.items()})
-    if len({shared for shared, *_ in found.values()}) > 1:
+    signatures = {rank: _read_signature(text) for rank, text in zip(ranks, values, strict=True)}
+    _check_tags(watch, {rank: tag for rank, (*_, tag) in signatures.items()})
+    if len({shared for shared, *_ in signatures.values()}) > 1:
         _raise_disagreement(watch, signature)
-    _check_grad(watch, {rank: grad for rank, (_, _, grad, _) in found.items()})
-    forget(watch, name, [*keys, _key(watch, "comparing")])
-    return {rank: devices for rank, (_, devices, _, _) in found.items()}
+    _check_grad(watch, {rank: grad for rank, (_, _, grad, _) in signatures.items()})
+    delete_keys(watch, name, [*keys, _key(watch, "comparing")])
+    return {rank: devices for rank, (_, devices, _, _) in signatures.items()}
 
 
 def _read_signature(text: bytes) -> tuple[str, str, int, int]:

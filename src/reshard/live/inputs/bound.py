@@ -281,10 +281,10 @@ class BoundTensors:
     @property
     def published(self) -> array[int]:
         """The addresses that peers may access; 0 for the others."""
-        found = array("q", self.addresses)
+        addresses = array("q", self.addresses)
         for number in (*self.strides, *self.on_devices):
-            found[number] = 0
-        return found
+            addresses[number] = 0
+        return addresses
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -298,12 +298,12 @@ def _allocator_on(device: torch.device) -> Callable[..., torch.Tensor]:
     The functions that compiled code allocates with take a quarter of the time of torch.empty, which
     is most of the time of a move into many new small tensors.
     """
-    found: Callable[..., torch.Tensor] | None = None
+    allocate: Callable[..., torch.Tensor] | None = None
     if device.type == "cpu":
-        found = _empty_on_host
+        allocate = _empty_on_host
     elif device.type == GPU and device.index == torch.cuda.current_device():
-        found = getattr(guards, "_empty_strided_cuda", None)
-    return found or (
+        allocate = getattr(guards, "_empty_strided_cuda", None)
+    return allocate or (
         lambda shape, strides, dtype: torch.empty_strided(
             shape, strides, dtype=dtype, device=device
         )

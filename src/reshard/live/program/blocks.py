@@ -118,8 +118,8 @@ def _positions(intervals: Sequence[Interval]) -> Callable[[Ints], Ints]:
 
     def position(index: Ints) -> Ints:
         at = np.searchsorted(starts, index, side="right") - 1
-        found: Ints = before[at] + index - starts[at]
-        return found
+        places: Ints = before[at] + index - starts[at]
+        return places
 
     return position
 
@@ -186,10 +186,10 @@ class CopyBlocks:
         if len(shape) != 2 or shape[0] != count:
             raise PlanError(f"widths has shape {shape}: give one row for each of {count} blocks")
         for name in CopyBlocks.__slots__[:-1]:
-            found = getattr(self, name).shape
+            actual = getattr(self, name).shape
             expected = shape if name.endswith(("widths", "strides")) else (count,)
-            if found != expected:
-                raise PlanError(f"{name} has shape {found} and must have {expected}")
+            if actual != expected:
+                raise PlanError(f"{name} has shape {actual} and must have {expected}")
 
     def __len__(self) -> int:
         return len(self.source)
@@ -217,14 +217,14 @@ class CopyList:
         self._rows.setdefault(cast, []).append(columns)
 
     def tables(self) -> list[CopyBlocks]:
-        found = []
+        tables = []
         for cast, rows in self._rows.items():
             num_dims = max(1, *(columns[4].shape[1] for columns in rows))
             columns = [list(parts) for parts in zip(*rows, strict=True)]
             for column, value in ((4, 1), (5, 0), (6, 0)):  # widths and strides of new dims
                 columns[column] = [_padded(part, num_dims, value) for part in columns[column]]
-            found.append(CopyBlocks(*map(np.concatenate, columns), cast=cast))
-        return found
+            tables.append(CopyBlocks(*map(np.concatenate, columns), cast=cast))
+        return tables
 
 
 def _padded(rows: Ints, num_dims: int, value: int) -> Ints:

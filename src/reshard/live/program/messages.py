@@ -182,11 +182,11 @@ def on_grid(num_bytes: int) -> int:
 
 def lay_out(messages: Iterable[Message], at: int = 0) -> tuple[list[Message], int]:
     """Messages one after the other in a staging buffer of a GPU, from an offset on; and the end."""
-    found = []
+    placed = []
     for message in messages:
-        found.append(replace(message, offset=at))
+        placed.append(replace(message, offset=at))
         at += on_grid(message.staged_bytes)
-    return found, at
+    return placed, at
 
 
 MAX_PIECES = 1024  # the kernel's limit of runs per side and system call (UIO_MAXIOV)
@@ -299,10 +299,10 @@ class IovecPlan:
             table[:, 1] = side.length
             tables.append(table)
             at.append(table.__array_interface__["data"][0])
-        found, first, done = [], (0, 0), 0
+        calls, first, done = [], (0, 0), 0
         for one, other, end in zip(*self._last, self._ends.tolist(), strict=True):
             here, there = (start + RUN_BYTES * n for start, n in zip(at, first, strict=True))
             operands = (here, one - first[0], there, other - first[1], 0)
-            found.append(IovecCall(operands, end - done, tables))
+            calls.append(IovecCall(operands, end - done, tables))
             first, done = (one, other), end
-        return found
+        return calls

@@ -71,8 +71,8 @@ class Transfer:
     @cached_property
     def sizes(self) -> Ints:
         """Elements of each block."""
-        found: Ints = np.prod(self.width, axis=1, dtype=np.int64)
-        return found
+        sizes: Ints = np.prod(self.width, axis=1, dtype=np.int64)
+        return sizes
 
     @cached_property
     def at(self) -> Ints:
@@ -153,14 +153,14 @@ class Program:
 
     def round(self, number: int) -> Round:
         """One round; it is kept, as long as there is room."""
-        found = self._kept.get(number)
-        if found is None:
-            found = self._compile(number)
-            num_blocks = sum(len(one.width) for side in found.sides for one in side)
+        round_ = self._kept.get(number)
+        if round_ is None:
+            round_ = self._compile(number)
+            num_blocks = sum(len(one.width) for side in round_.sides for one in side)
             if (self._num_blocks + num_blocks) * BLOCK_BYTES < MAX_KEPT_BYTES:
-                found = self._kept.setdefault(number, found)
+                round_ = self._kept.setdefault(number, round_)
                 self._num_blocks += num_blocks
-        return found
+        return round_
 
     @cached_property
     def num_bytes(self) -> int:
@@ -182,8 +182,8 @@ class Program:
     def first_name(self, peer: int) -> str:
         """The first tensor that is exchanged with a peer, for errors."""
         for number in range(self.num_rounds):
-            found = self.round(number)
-            for transfer in (*found.receives.get(peer, []), *found.sends.get(peer, [])):
+            round_ = self.round(number)
+            for transfer in (*round_.receives.get(peer, []), *round_.sends.get(peer, [])):
                 return f'"{transfer.name}"'
         return "nothing"
 

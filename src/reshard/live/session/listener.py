@@ -226,8 +226,8 @@ def _left(end: float) -> float:
 
 def _credentials(link: socket.socket) -> tuple[int, int]:
     """The process id and the user id of a socket's peer, from the kernel."""
-    found = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, user, _ = struct.unpack("3i", found)
+    peer = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, user, _ = struct.unpack("3i", peer)
     return pid, user
 
 

@@ -262,9 +262,9 @@ class StoreClient:
         """The values of those keys that are in the store."""
 
         def read(store: Store) -> dict[int, bytes]:
-            found = store.check(list(keys.values()))
-            some = keys.items() if found or len(keys) > 1 else ()
-            return {at: store.get(key) for at, key in some if found or store.check([key])}
+            all_there = store.check(list(keys.values()))
+            some = keys.items() if all_there or len(keys) > 1 else ()
+            return {at: store.get(key) for at, key in some if all_there or store.check([key])}
 
         return self.request(read, seconds)
 

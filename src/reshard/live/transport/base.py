@@ -115,8 +115,8 @@ Wait = Callable[[Callable[[], Collection[int]], Callable[[int], str]], None]
 """Waits until no peer is missing; the second function says what a peer is waited for."""
 
 
-def among(peers: frozenset[int], others: Set[int]) -> frozenset[int]:
-    """Those of the peers that are among the others; the same object if all are, for look-ups."""
+def common_ranks(peers: frozenset[int], others: Set[int]) -> frozenset[int]:
+    """The ranks in both; if these are all peers the same object, which look-ups compare fast."""
     return peers if peers <= others else peers & others
 
 

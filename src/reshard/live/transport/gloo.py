@@ -233,15 +233,15 @@ class GlooTransport(Transport):
         hellos, plain = self.watch.inbox.hellos, self.bound.is_plain
         direct = frozenset(peer for peer in self.peers if plain and not hellos[peer].strided)
         key = ("gloo", GLOO, sending, self.bound.is_host, self.peers, direct)
-        found: dict[int, Message] | None = round_.kept.get(key)
-        if found is None:
+        messages: dict[int, Message] | None = round_.kept.get(key)
+        if messages is None:
             side = round_.sends if sending else round_.receives
-            found = round_.kept[key] = {
+            messages = round_.kept[key] = {
                 peer: self._compile(GLOO.message(peer, transfers, peer in direct), sending)
                 for peer, transfers in side.items()
                 if peer in self.peers
             }
-        return found
+        return messages
 
     def _compile(self, message: Message, sending: bool) -> Message:
         if not sending:

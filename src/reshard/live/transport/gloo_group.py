@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.errors import PeerLostError
-from reshard.live.failure.agreement import forget, meet
+from reshard.live.failure.agreement import await_all, delete_keys
 from reshard.live.failure.watch import Watch, abort_key
 from reshard.live.session.control import Cause
 from reshard.live.session.rendezvous import Connections
@@ -85,12 +85,12 @@ def finish_epoch(watch: Watch, asked: Task[tuple[int, bytes | None]] | None) -> 
             UNWATCHED,
         )
     try:
-        found, failed = watch.connections.client.finish(task)
+        epoch, failed = watch.connections.client.finish(task)
     except PeerLostError:
         return None
     if failed is not None:
         watch.fail(Cause.from_json(failed))
-    return found
+    return epoch
 
 
 class GlooGroups:
@@ -107,8 +107,8 @@ class GlooGroups:
 
         Earlier groups are kept for the calls that are still in flight on them.
         """
-        found = finish_epoch(watch, None)
-        epoch = max(self._groups, default=0) if found is None else found
+        decided = finish_epoch(watch, None)
+        epoch = max(self._groups, default=0) if decided is None else decided
         with self._lock:
             making = self._making.setdefault(epoch, OwnedLock())
         with making:
@@ -124,7 +124,7 @@ class GlooGroups:
 
     def _make(self, watch: Watch, key: str) -> GlooGroup:
         connections = self._connections
-        used = meet(watch, key, lambda peer: f"it to make a connection for {watch.what}")
+        used = await_all(watch, key, lambda peer: f"it to make a connection for {watch.what}")
         index, size = connections.ranks.index(connections.rank), len(connections.ranks)
 
         def connect() -> GlooGroup:
@@ -141,12 +141,12 @@ class GlooGroups:
         others = frozenset(connections.ranks) - {connections.rank}
         await_task(watch, others, f"it to connect for {watch.what}", task)
         try:
-            found = task.result()
+            group = task.result()
         except RuntimeError as error:
             lost = f"rank {connections.rank} cannot connect to all others ({in_short(error)})"
             watch.fail(Cause("lost", lost))
-        forget(watch, f"{key}/made", used)
-        return found
+        delete_keys(watch, f"{key}/made", used)
+        return group
 
     def _drop(self, before: float = inf) -> None:
         """Close the groups of earlier epochs that no call uses; or all, at the end."""
@@ -224,9 +224,9 @@ class GlooGroup:
     def worker(self) -> Worker:
         with self.lock:
             self.num_calls += 1
-            found = self._idle.pop() if self._idle else Worker()
-            self._workers.add(found)
-            return found
+            worker = self._idle.pop() if self._idle else Worker()
+            self._workers.add(worker)
+            return worker
 
     def give_back(self, worker: Worker) -> None:
         """Keep the worker of a call that has ended without a failure."""

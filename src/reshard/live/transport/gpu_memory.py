@@ -65,10 +65,10 @@ class Exports:
             if inside.all():
                 return [self._known[row] for row in distinct(rows).tolist()]
             first = int(np.argmin(inside))
-            found = self._driver.allocation(int(starts[first]))
-            if ends[first] > found.base + found.num_bytes:
+            allocation = self._driver.allocation(int(starts[first]))
+            if ends[first] > allocation.base + allocation.num_bytes:
                 raise CudaError("the tensor is in several allocations, as expandable segments are")
-            self._keep([*self._known, (found, self._driver.export(found.base))])
+            self._keep([*self._known, (allocation, self._driver.export(allocation.base))])
 
     def _keep(self, exports: Sequence[Export]) -> None:
         self._known = sorted(exports, key=lambda one: one[0].base)
@@ -158,8 +158,8 @@ class Mappings:
         if outside or ((starts < bases[rows]) | (ends > (bases + sizes)[rows])).any():
             raise ValueError("tensors outside the memory that was exported")
         here = [self._mapped[peer][number][1] for number in table.exports[:, 0].tolist()]
-        found: Ints = starts - bases[rows] + np.array(here, np.int64)[rows]
-        return found
+        addresses: Ints = starts - bases[rows] + np.array(here, np.int64)[rows]
+        return addresses
 
     def sweep(self) -> None:
         """Close unused mappings that no GPU work reads any more."""
@@ -266,8 +266,8 @@ class GpuMemory(Resource):
 
     def map_signals(self, peer: int, number: int) -> Signals:
         """Map the signals of a peer, on the shared page with this number; KeyError without it."""
-        found = self.peers[peer] = Signals(self._buffers[peer, number], self.driver)
-        return found
+        signals = self.peers[peer] = Signals(self._buffers[peer, number], self.driver)
+        return signals
 
     def publish(self, ranges: Ints, packs: bool) -> Published:
         """A table with these tensors in shared memory; an equal one of an earlier call if there is.
@@ -278,8 +278,8 @@ class GpuMemory(Resource):
         exports = self.exports.of(used[:, 0], used[:, 1])
         live = self.exports.numbers
         key = (ranges.tobytes(), tuple(live), packs)
-        found = self._published.get(key)
-        if found is None:
+        published = self._published.get(key)
+        if published is None:
             rows = np.zeros((len(exports), EXPORT_WORDS), np.int64)
             for row, (allocation, handle) in zip(rows, exports, strict=True):
                 row[:3] = allocation.number, allocation.base, allocation.num_bytes
@@ -291,8 +291,8 @@ class GpuMemory(Resource):
             buffer = pool.take(words.nbytes)
             array_at(buffer.address, words.shape, words.dtype, words.strides)[:] = words
             self._version += 1
-            found = self._published[key] = self._version, buffer, packs
-        return found
+            published = self._published[key] = self._version, buffer, packs
+        return published
 
     def keeps(self, published: Published) -> bool:
         """Whether a table of an earlier call is still in shared memory."""

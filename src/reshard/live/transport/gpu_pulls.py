@@ -83,10 +83,10 @@ class Pulls:
     def of(cls, program: Program, peers: Collection[int], direct: Collection[int]) -> Pulls:
         """Compile what a rank reads of these peers; only some can be read directly."""
         rounds = [program.round(number) for number in range(program.num_rounds)]
-        found = {peer for round_ in rounds for peer in round_.receives}
+        senders = {peer for round_ in rounds for peer in round_.receives}
         numbers, places = dict[int, Ints](), dict[int, int]()
         at = program.staging + 1
-        for peer in sorted(found & set(peers)):
+        for peer in sorted(senders & set(peers)):
             transfers = [one for round_ in rounds for one in round_.receives.get(peer, ())]
             read = distinct(np.concatenate([one.source.base for one in transfers]))
             numbers[peer] = read if peer in direct else np.array([program.staging])

@@ -21,7 +21,7 @@ import torch
 
 from reshard.errors import LiveError
 from reshard.live.copy.cuda_driver import CudaError
-from reshard.live.failure.agreement import meet
+from reshard.live.failure.agreement import await_all
 from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import GPU, all_on_gpus
 from reshard.live.inputs.request import GPU_TRANSPORTS
@@ -74,14 +74,14 @@ class GpuTrials(Resource):
 
     def facts(self, device: torch.device | None, has_nccl: bool) -> str:
         """What this rank tells the others; without a device it has no tensors."""
-        found: dict[str, Any] = {"nccl": has_nccl, "nccl host": os.environ.get("NCCL_HOSTID", "")}
+        facts: dict[str, Any] = {"nccl": has_nccl, "nccl host": os.environ.get("NCCL_HOSTID", "")}
         if device is None:
-            found["idle"] = has_gpu()
+            facts["idle"] = has_gpu()
         else:
             if device not in self._probes:
                 self._probes[device] = self._probe(device)
-            found |= self._probes[device]
-        return json.dumps(found, sort_keys=True)
+            facts |= self._probes[device]
+        return json.dumps(facts, sort_keys=True)
 
     def _probe(self, device: torch.device) -> dict[str, Any]:
         """Memory on this rank's GPU that others try to read; or why there is none."""
@@ -106,7 +106,7 @@ class GpuTrials(Resource):
         digest = hashlib.blake2b(repr(sorted(texts.items())).encode(), digest_size=12).hexdigest()
         if digest not in self._known:
             mine = {str(peer): self._try(peer, device, facts[peer]) for peer in facts}
-            keys = meet(
+            keys = await_all(
                 watch, f"gpus/{digest}", lambda peer: "it to try GPU memory", value=json.dumps(mine)
             )
             client, ranks = watch.connections.client, watch.connections.ranks
@@ -127,9 +127,9 @@ class GpuTrials(Resource):
         if peer == rank or device is None or "gpu" not in theirs:
             return ""
         own = self._probes[device]
-        for one, found in ((rank, own), (peer, theirs)):
-            if not found.get("gpu"):
-                return f"rank {one} cannot export GPU memory ({found.get('error')})"
+        for one, announced in ((rank, own), (peer, theirs)):
+            if not announced.get("gpu"):
+                return f"rank {one} cannot export GPU memory ({announced.get('error')})"
         memory = connections.resource(GpuMemory)
         try:
             with memory.using(device):
@@ -220,7 +220,7 @@ def _pair(one: int, other: int) -> Pair:
 def _read(text: str | bytes) -> dict[str, Any]:
     """Facts of a rank; none if they are malformed."""
     try:
-        found = json.loads(text)
-        return found if isinstance(found, dict) else {}
+        facts = json.loads(text)
+        return facts if isinstance(facts, dict) else {}
     except ValueError:
         return {}

@@ -30,7 +30,7 @@ from reshard.live.session.shared_memory import SharedBuffer
 from reshard.live.transport.base import (
     Copies,
     Transport,
-    among,
+    common_ranks,
     compile_copies,
     compile_received,
 )
@@ -95,15 +95,15 @@ class PeerMemory:
 
     def table(self, peer: int, count: int) -> Ints:
         """The base addresses of a peer's tensors; 0 for those that must not be touched."""
-        found = self._tables.get(peer)
-        if found is None:
-            found = np.zeros(count, dtype=np.int64)
+        table = self._tables.get(peer)
+        if table is None:
+            table = np.zeros(count, dtype=np.int64)
             at = self._watch.inbox.hellos[peer].table_at
-            own = found.__array_interface__["data"][0]
-            call = IovecCall.single(own, at, found.nbytes)
+            own = table.__array_interface__["data"][0]
+            call = IovecCall.single(own, at, table.nbytes)
             self.read(peer, [call], "the move")
-            self._tables[peer] = found
-        return found
+            self._tables[peer] = table
+        return table
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -154,7 +154,9 @@ class HostTransport(Transport):
         self._option, self._reason = option, reason
         self._policy = DIRECT if option == "peer" else HOST
         connections = self._connections = watch.connections
-        self._direct = frozenset() if option == "shared" else among(self.peers, connections.direct)
+        self._direct = (
+            frozenset() if option == "shared" else common_ranks(self.peers, connections.direct)
+        )
         if option == "peer" and self._direct != self.peers:
             raise LiveError(
                 f"peer memory was forced and rank {connections.rank} may not read that of ranks "
@@ -278,31 +280,31 @@ class HostTransport(Transport):
 
     def _round(self, round_: Round) -> _HostRound:
         """The compiled round, when all Hellos are there."""
-        found = self._rounds.get(round_.number)
-        if found is None:
-            found = self._first if not round_.number else self._compiled(round_, ())
+        compiled = self._rounds.get(round_.number)
+        if compiled is None:
+            compiled = self._first if not round_.number else self._compiled(round_, ())
             # Only peers whose tensors are accessed are sure to be in the call still: they wait for
             # this rank.
-            if found.accessed:
+            if compiled.accessed:
                 hellos, count = self.watch.inbox.hellos, self.bound.staging
-                strided = [peer for peer in found.accessed if hellos[peer].strided]
+                strided = [peer for peer in compiled.accessed if hellos[peer].strided]
                 if strided:
                     tables = [(peer, self._memory.table(peer, count)) for peer in strided]
                     masks = tuple((peer, (table == 0).tobytes()) for peer, table in tables)
-                    found = self._compiled(round_, masks)
+                    compiled = self._compiled(round_, masks)
                     self._needs_buffer = not round_.number
-            self._rounds[round_.number] = found
-        return found
+            self._rounds[round_.number] = compiled
+        return compiled
 
     def _compiled(self, round_: Round, masks: tuple[tuple[int, bytes], ...]) -> _HostRound:
         """The compiled round; ``masks`` say which tensors of which peers must not be touched."""
         kept: dict[object, _HostRound] = round_.kept.setdefault("host", {})
         key = (*self._key, masks) if masks else self._key
-        found = kept.get(key)
-        if found is None:
+        compiled = kept.get(key)
+        if compiled is None:
             drop_oldest(kept, MAX_KEPT - 1)
-            found = kept[key] = self._compile(round_, bool(masks))
-        return found
+            compiled = kept[key] = self._compile(round_, bool(masks))
+        return compiled
 
     def _compile(self, round_: Round, masked: bool) -> _HostRound:
         """Compile a round; what went with the Hellos does not depend on the tensors of peers."""

@@ -29,7 +29,7 @@ from reshard.errors import LiveError
 from reshard.live.copy.cuda_driver import stream_of
 from reshard.live.copy.gpu import TensorTable, TorchCopies
 from reshard.live.copy.reduce import Arrived
-from reshard.live.failure.agreement import meet
+from reshard.live.failure.agreement import await_all
 from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.blocks import CopyList
@@ -76,12 +76,12 @@ class NcclGroups(Resource):
             return self._group
         connections, key = self._connections, f"gpu/{epoch}"
         connections.resource(InFlight).settle()
-        meet(watch, key, lambda peer: "it to open NCCL")
+        await_all(watch, key, lambda peer: "it to open NCCL")
         # All ranks are here, so nothing is in flight on the old group.
         if self._group is not None:
             self._group.abort()
         others = frozenset(connections.ranks) - {connections.rank}
-        found = self._group = NcclGroup(
+        group = self._group = NcclGroup(
             PrefixStore(key, clone_of(connections.store)),
             connections.ranks.index(connections.rank),
             len(connections.ranks),
@@ -89,7 +89,7 @@ class NcclGroups(Resource):
             wait=partial(await_task, watch, others, "it to open NCCL"),
         )
         self._epoch = epoch
-        return found
+        return group
 
     def release(self) -> None:
         self.staging.release()
@@ -214,13 +214,13 @@ class NcclTransport(Transport):
         """The tensors of the call; addresses that are those of the last call are not uploaded."""
         kept, key = self.program.round(0).kept, "nccl tensors"
         place = self.bound.addresses, staging.data_ptr(), stream
-        known, found = kept.get(key, (None, None))
+        known, table = kept.get(key, (None, None))
         if known != place:
-            found = TensorTable.of(self.bound, staging)
-            kept[key] = place, found.with_tensors({})  # it must not keep tensors alive
-            return found
+            table = TensorTable.of(self.bound, staging)
+            kept[key] = place, table.with_tensors({})  # it must not keep tensors alive
+            return table
         tensors = {**self.bound.tensors, self.bound.staging: staging}
-        return found.with_tensors(tensors)  # type: ignore[no-any-return]
+        return table.with_tensors(tensors)  # type: ignore[no-any-return]
 
     def begin(self, round_: Round) -> int:
         """Enqueue packing, the exchange and unpacking on the current stream."""
@@ -263,13 +263,13 @@ class NcclTransport(Transport):
         self, messages: Sequence[Message], sending: bool
     ) -> list[tuple[int, torch.Tensor]]:
         """The memory that is sent or received into, in the same order on both ends."""
-        ranks, found = self.watch.connections.ranks, []
+        ranks, memory = self.watch.connections.ranks, []
         for message in messages:
             index, at = ranks.index(message.peer), message.offset
             if message.staged_bytes:
-                found.append((index, self._staging[at : at + message.staged_bytes]))
-            found += [(index, view) for view in direct_views(message, self.bound, sending)]
-        return found
+                memory.append((index, self._staging[at : at + message.staged_bytes]))
+            memory += [(index, view) for view in direct_views(message, self.bound, sending)]
+        return memory
 
     def receive(self, round_: Round, peers: Collection[int], arrived: Arrived) -> None:
         """Messages are unpacked already; only addends are still in the staging buffer.
@@ -292,10 +292,10 @@ class NcclTransport(Transport):
 
     def _round(self, round_: Round) -> _NcclRound:
         key = ("nccl", self.peers, self._direct, self._copies)
-        found: _NcclRound | None = round_.kept.get(key)
-        if found is None:
-            found = round_.kept[key] = self._compile(round_)
-        return found
+        compiled: _NcclRound | None = round_.kept.get(key)
+        if compiled is None:
+            compiled = round_.kept[key] = self._compile(round_)
+        return compiled
 
     def _compile(self, round_: Round) -> _NcclRound:
         staging, place = self.bound.staging, self.watch.connections.ranks.index
