@@ -45,8 +45,8 @@ MAX_SKIPPED = 64
 """Calls without an exchange that are counted together: each by itself costs as much as the call."""
 
 DISPENSABLE = {Abort, Alive, Retired, Waiting}
-"""Messages that a peer can do without: flags and the store tell it of an abort too, and a buffer
-that it does not unmap costs only memory."""
+"""Messages that a peer can do without: it sees an abort in flags and in the store too, and a
+buffer that it does not unmap costs only memory."""
 
 
 class Inbox:

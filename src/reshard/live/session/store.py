@@ -111,7 +111,7 @@ class Task(Generic[T]):
 
     def wait(self, seconds: float) -> bool:
         """Wait until the work is done, up to a limit; whether it is done."""
-        # An exception in between leaves it locked; `done` is true by then, so nobody waits for it.
+        # An exception in between leaves it locked; `done` is true by then, so no thread waits.
         if not self.done and self._running.acquire(timeout=seconds):
             self._running.release()
         return self.done
@@ -337,7 +337,7 @@ def own_connection(store: Store) -> Store:
 
 
 def is_refused(store: Store) -> bool:
-    """Whether nobody listens any more where a store was served."""
+    """Whether connections to the process that served a store are refused."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     try:

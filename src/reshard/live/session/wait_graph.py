@@ -321,7 +321,7 @@ class WaitGraph:
         _observing.discard(id(self))
         client = self._client
         if client is not None:
-            with contextlib.suppress(Exception):  # without the store nobody reads the record
+            with contextlib.suppress(Exception):  # without the store no rank reads the record
                 client.post(f"{PREFIX}/record/{self._session.rank}", "")
                 verdict = f"{PREFIX}/verdict/{self._token}"
                 client.begin(lambda store: store.delete_key(verdict), REQUEST_SECONDS)
