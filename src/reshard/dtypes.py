@@ -141,29 +141,25 @@ def check_cast(have: str, want: str, what: str = "") -> None:
 
     >>> check_cast("float32", "bfloat16")
     """
-    reason = None if have == want else _objection(have, want)
-    if reason is not None:
-        of = f"{what}: " if what else ""
-        raise DtypeError(f"{of}{have} cannot be cast to {want}: {reason}")
-
-
-def _objection(have: str, want: str) -> str | None:
-    """Why elements are not cast so; None if they may be."""
     import numpy as np
 
-    alone = [dtype for dtype in (have, want) if dtype in ("float8_e8m0fnu", "complex32")]
-    if alone:
-        return f"{alone[0]} is only moved as it is"
-    if have.startswith("complex"):
-        kept = want.startswith("complex")
-        return None if kept else "the imaginary parts would be lost; use a complex dtype"
-    if want.startswith("complex"):
-        return "real numbers stay real; use a floating-point dtype"
-    if is_float(have):
-        return None if is_float(want) else "fractions would be lost; use a floating-point dtype"
-    if is_float(want) or np.can_cast(have, want, "safe"):
-        return None
-    return f"{want} does not hold every value of {have}; use a wider one"
+    moved_only = [dtype for dtype in (have, want) if dtype in ("float8_e8m0fnu", "complex32")]
+    from_complex, to_complex = have.startswith("complex"), want.startswith("complex")
+    if have == want or (from_complex and to_complex and not moved_only):
+        return
+    if moved_only:
+        reason = f"{moved_only[0]} is only moved as it is"
+    elif from_complex:
+        reason = "the imaginary parts would be lost; use a complex dtype"
+    elif to_complex:
+        reason = "real numbers stay real; use a floating-point dtype"
+    elif is_float(want) or (not is_float(have) and np.can_cast(have, want, "safe")):
+        return
+    elif is_float(have):
+        reason = "fractions would be lost; use a floating-point dtype"
+    else:
+        reason = f"{want} does not hold every value of {have}; use a wider one"
+    raise DtypeError(f"{what}{': ' if what else ''}{have} cannot be cast to {want}: {reason}")
 
 
 def cast_into(source: Array, have: str, target: Array, want: str) -> None:
@@ -174,8 +170,7 @@ def cast_into(source: Array, have: str, target: Array, want: str) -> None:
     for at in range(0, flat.size, BLOCK):
         part = flat[at : at + BLOCK].view(storage_dtype(have))
         with np.errstate(over="ignore", invalid="ignore"):
-            found = cast(part, have, want)
-        result[at : at + BLOCK] = found.view(result.dtype)
+            result[at : at + BLOCK] = cast(part, have, want).view(result.dtype)
 
 
 def cast(array: Array, have: str, want: str) -> Array:
@@ -194,12 +189,12 @@ def cast(array: Array, have: str, want: str) -> Array:
         return _to_bfloat16(cast(array, have, "float32"))
     if want in _FLOAT8:
         return _to_float8(cast(array, have, "float32"), want)
-    for dtype in (have, want):
-        if dtype in _LACKING:
-            raise PlanError(
-                f"numpy has no {dtype}: simulate moves it as bytes and cannot cast it to or from "
-                f"{want if dtype == have else have}; run the plan live"
-            )
+    if have in _LACKING or want in _LACKING:
+        lacking, other = (have, want) if have in _LACKING else (want, have)
+        raise PlanError(
+            f"numpy has no {lacking}: simulate moves it as bytes and cannot cast it to or from "
+            f"{other}; run the plan live"
+        )
     return array.astype(want)
 
 
@@ -229,8 +224,7 @@ def _to_float8(array: Array, want: str) -> Array:
     at = bits >> np.uint32(15)
     at &= np.uint32(0x1FFFE)
     at |= (bits & np.uint32(0xFFFF)) != 0
-    codes: Array = _float8_codes(want)[at]
-    return codes
+    return np.asarray(_float8_codes(want)[at])
 
 
 @lru_cache(maxsize=8)
@@ -283,5 +277,4 @@ def _float8_values(dtype: str) -> Array:
     else:
         values[[0x7C, 0xFC]] = np.inf, -np.inf
         values[[0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]] = np.nan
-    numbers: Array = values.astype(np.float32)
-    return numbers
+    return np.asarray(values, dtype=np.float32)

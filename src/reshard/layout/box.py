@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from operator import index, sub
+from operator import ge, index, le, mul, sub
 
 from reshard.errors import BoxError, LayoutError
 
@@ -76,8 +76,7 @@ class Box:
 
     def __contains__(self, other: Box) -> bool:
         self._same_dims(other)
-        inside = all(a <= b for a, b in zip(self.start, other.start, strict=True))
-        inside = inside and all(a >= b for a, b in zip(self.stop, other.stop, strict=True))
+        inside = all(map(le, self.start, other.start)) and all(map(ge, self.stop, other.stop))
         return inside or other.size == 0
 
     def __and__(self, other: Box) -> Box:
@@ -180,23 +179,33 @@ class Piece:
     strides: tuple[int, ...]
 
 
-def pieces_of_local(
-    intervals: Sequence[Sequence[Interval]], local: Box, offset: int
+def local_pieces(
+    intervals: Sequence[Sequence[Interval]], ranges: Iterable[Interval]
 ) -> Iterator[Piece]:
-    """The global boxes behind a box of the local tensor whose first element sits at ``offset``."""
-    strides = row_major([*map(length_of, intervals)])
-    start = offset - sum(i * s for i, s in zip(local.start, strides, strict=True))
+    """The pieces of a rank that holds these intervals of each dim, and keeps of its local tensor
+    these ranges, flattened and joined."""
+    local = [*map(length_of, intervals)]
+    strides, offset = row_major(local), 0
+    for low, high in ranges:
+        for part in flat_range(local, low, high):
+            yield from _global_pieces(intervals, part, strides, offset)
+            offset += part.size
+
+
+def _global_pieces(
+    intervals: Sequence[Sequence[Interval]], local: Box, strides: tuple[int, ...], offset: int
+) -> Iterator[Piece]:
+    """The global boxes behind a box of the local tensor whose first element is at ``offset``."""
+    base = offset - sum(map(mul, local.start, strides))
     per_dim = [*map(list, map(_slices, intervals, local.start, local.stop))]
-    if prod(map(len, per_dim)) > MAX_PIECES:
+    count = prod(map(len, per_dim))
+    if count > MAX_PIECES:
         raise LayoutError(
-            f"a rank holds {prod(map(len, per_dim))} pieces, at most {MAX_PIECES} work: "
-            "use larger blocks"
+            f"a rank holds {count} pieces, at most {MAX_PIECES} work: use larger blocks"
         )
-    for parts in product(*per_dim):
-        box = Box(tuple(part[0] for part in parts), tuple(part[1] for part in parts))
-        at = sum(part[2] * stride for part, stride in zip(parts, strides, strict=True))
-        if box.size:
-            yield Piece(box, start + at, strides)
+    for slices in product(*per_dim):
+        starts, stops, positions = zip(*slices, strict=True) if slices else ((), (), ())
+        yield Piece(Box(starts, stops), base + sum(map(mul, positions, strides)), strides)
 
 
 def _slices(intervals: Sequence[Interval], low: int, high: int) -> Iterator[tuple[int, int, int]]:
@@ -207,16 +216,3 @@ def _slices(intervals: Sequence[Interval], low: int, high: int) -> Iterator[tupl
         if first < last:
             yield start + first - before, start + last - before, first
         before += stop - start
-
-
-def pieces_of_flat(
-    intervals: Sequence[Sequence[Interval]], local: tuple[int, ...], ranges: Iterable[Interval]
-) -> Iterator[Piece]:
-    """The pieces of a flattened local tensor of which only these ranges are kept."""
-    before = 0
-    for low, high in ranges:
-        at = before
-        for box in flat_range(local, low, high):
-            yield from pieces_of_local(intervals, box, at)
-            at += box.size
-        before += high - low

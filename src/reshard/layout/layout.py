@@ -25,8 +25,7 @@ from reshard.layout.box import (
     Interval,
     Piece,
     length_of,
-    pieces_of_flat,
-    pieces_of_local,
+    local_pieces,
     row_major,
 )
 from reshard.layout.coverage import first_overlap
@@ -171,10 +170,9 @@ class Layout:
         intervals, ranges = self.intervals(rank, shape)
         if self.holds(rank) is None:
             return ()
-        local = tuple(map(length_of, intervals))
         if ranges is None:
-            return tuple(pieces_of_local(intervals, Box.whole(local), 0))
-        return tuple(pieces_of_flat(intervals, local, ranges))
+            ranges = [(0, prod(map(length_of, intervals)))]
+        return tuple(local_pieces(intervals, ranges))
 
     def intervals(
         self, rank: int, shape: Sequence[int]
