@@ -124,6 +124,22 @@ class Box:
             )
 
 
+def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """The sizes of a shape; refuses negative ones, and what is no shape.
+
+    >>> check_shape([8, 4])
+    (8, 4)
+    """
+    try:
+        sizes = tuple(map(index, shape))
+    except TypeError:
+        raise LayoutError(f"{shape!r} is no shape: give sizes, such as (8192, 4096)") from None
+    for dim, size in enumerate(sizes):
+        if size < 0:
+            raise LayoutError(f"shape {sizes} has size {size} in dim {dim}: sizes are >= 0")
+    return sizes
+
+
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides, in elements, of a contiguous tensor of this shape.
 
@@ -170,6 +186,26 @@ def length_of(intervals: Iterable[Interval]) -> int:
     return sum(stop - start for start, stop in intervals)
 
 
+def select(intervals: Iterable[Interval], positions: Sequence[Interval]) -> list[Interval]:
+    """The elements at these positions of a list of intervals; both are in rising order.
+
+    >>> select([(0, 4), (10, 14)], [(1, 2), (3, 6)])
+    [(1, 2), (3, 4), (10, 12)]
+    """
+    chosen, at, before = list[Interval](), 0, 0
+    for start, stop in intervals:
+        after = before + stop - start
+        while at < len(positions) and positions[at][0] < after:
+            low, high = max(positions[at][0], before), min(positions[at][1], after)
+            if low < high:
+                chosen.append((start + low - before, start + high - before))
+            if positions[at][1] > after:
+                break
+            at += 1
+        before = after
+    return chosen
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A box that a rank holds, and where it sits in that rank's local tensor, in elements."""
@@ -210,9 +246,6 @@ def _global_pieces(
 
 def _slices(intervals: Sequence[Interval], low: int, high: int) -> Iterator[tuple[int, int, int]]:
     """The global slices (start, stop) of local positions low to high, and where each begins."""
-    before = 0
-    for start, stop in intervals:
-        first, last = max(low, before), min(high, before + stop - start)
-        if first < last:
-            yield start + first - before, start + last - before, first
-        before += stop - start
+    for start, stop in select(intervals, [(low, high)]):
+        yield start, stop, low
+        low += stop - start

@@ -11,13 +11,13 @@ any two. The remaining boxes are compared in pairs that meet in the dim where th
     +-----+---+        |     |   |
                        +-----+---+
 
-Gaps. A regular grid, or disjoint boxes of the right total size, have none. Otherwise a sweep visits
-the slabs between neighbouring edges of dim 0: inside a slab the set of boxes is constant, so the
-question is the same one with a dim less.
+Gaps. A regular grid, or disjoint boxes of the right total size, have none. Otherwise the region is
+halved at an edge of a box, and each half is the same question, until boxes span a half or none is
+in it.
 
-    dim 0   0     2     5     6         slab [0:2]  boxes A, B    dim 1: covered
-            +--A--+--C--+     |         slab [2:5]  box C         dim 1: half covered
-            +--B--+                     slab [5:6]  no box        a gap
+    dim 0   0     2     5     6      halved at 5:  [5:6] has no box, a gap
+            +--A--+--C--+     |                    [0:5] is halved at 2, and both halves by dim 1:
+            +--B--+                                A and B span [0:2]; the gap beside C is left
 
 >>> boxes = [Box((0, 0), (2, 1)), Box((0, 1), (2, 2)), Box((2, 0), (5, 1))]
 >>> missing_boxes(Box.whole((6, 2)), boxes)
@@ -27,10 +27,9 @@ question is the same one with a dim less.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import combinations, islice, pairwise
+from itertools import combinations, islice, pairwise, product
 from math import inf, prod
-from operator import lt
+from operator import ge, le, lt
 from typing import TYPE_CHECKING
 
 from reshard.errors import CoverageError
@@ -41,18 +40,16 @@ if TYPE_CHECKING:
 
 # numpy is loaded by the functions that need it, so that inspecting a checkpoint does without.
 
-Edges = tuple[tuple[int, ...], tuple[int, ...]]
-
-MAX_STEPS = 24_000_000
-"""About two seconds of sweeping. Overlapping boxes can encode any logical formula, for which no
-method is fast; the shards of a real job take a few hundred steps for each box."""
+MAX_STEPS = 3_000_000
+"""About three seconds of halving. Overlapping boxes can encode any logical formula, for which no
+method is fast; the shards of a real job take a few dozen steps for each box."""
 MAX_CUT_ROUNDS = 32  # rounds of straight cuts; boxes that are nested deeper are compared in pairs
 PAIRS_AT_ONCE = 1 << 18
 MAX_PAIRS = 1 << 20
-"""Pairs compared before `missing_boxes` gives up proving that boxes are disjoint and sweeps."""
+"""Pairs compared before `missing_boxes` gives up proving that boxes are disjoint, and halves."""
 MAX_REPEATED = 1000  # regions that are listed: a hundred boxes that all overlap have millions
 FEW_BOXES = 8
-STEPS_PER_SLAB = 32
+STEPS_PER_PART = 8
 
 
 def box_columns(boxes: Sequence[Box], num_dims: int) -> tuple[Ints, Ints]:
@@ -136,8 +133,7 @@ def _pairs_by_band(
     other = order[at]
     meets = (low[mine] < other_high[other]) & (other_low[other] < high[mine])
     pairs = rows[0][mine[meets]] * len(other_starts) + rows[1][other[meets]]
-    found = distinct(pairs)
-    return found // len(other_starts), found % len(other_starts)
+    return np.divmod(distinct(pairs), len(other_starts))
 
 
 def _candidates(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tuple[Ints, ...]:
@@ -253,7 +249,7 @@ def missing_boxes(region: Box, boxes: Iterable[Box]) -> tuple[Box, ...]:
     present = {*_clipped(region, boxes)}
     if region in present or _is_grid(present, region) or _is_partition(present, region):
         return ()
-    return tuple(_Sweep(region, len(present), 0, 0).boxes(present))
+    return _joined(_parts(region, present, 0, 0))
 
 
 def repeated_boxes(region: Box, boxes: Iterable[Box]) -> tuple[Box, ...]:
@@ -268,25 +264,7 @@ def repeated_boxes(region: Box, boxes: Iterable[Box]) -> tuple[Box, ...]:
         return ()
     if _is_partition(present, region):
         return ()
-    return tuple(_Sweep(region, len(present), 2, inf, MAX_REPEATED).boxes(present))
-
-
-def one_missing_box(region: Box, boxes: Iterable[Box]) -> Box:
-    """A box that no box covers, of a region that disjoint boxes do not fill."""
-    present = _clipped(region, boxes)
-    while len(present) > 4 * FEW_BOXES:
-        # Halves meet where a box begins, in the dim where most begin; one is not filled either.
-        begins = [
-            sorted({box.start[dim] for box in present} - {low})
-            for dim, low in enumerate(region.start)
-        ]
-        dim = max(range(len(begins)), key=lambda dim: len(begins[dim]))
-        for half in region.split(dim, begins[dim][len(begins[dim]) // 2]):
-            inside = _clipped(half, present)
-            if sum(box.size for box in inside) < half.size:
-                region, present = half, inside
-                break
-    return max(missing_boxes(region, present), key=lambda box: box.size)
+    return _joined(islice(_parts(region, present, 2, inf), MAX_REPEATED))
 
 
 def grid_edges(boxes: Iterable[Box]) -> tuple[tuple[int, ...], ...] | None:
@@ -303,13 +281,8 @@ def grid_edges(boxes: Iterable[Box]) -> tuple[tuple[int, ...], ...] | None:
     if prod(map(len, starts)) != len(boxes):
         return None
     edges = tuple((*dim, end) for dim, end in zip(starts, ends, strict=True))
-    following = [dict(pairwise(dim)) for dim in edges]
-    regular = all(
-        after.get(low) == high
-        for box in boxes
-        for after, low, high in zip(following, box.start, box.stop, strict=True)
-    )
-    return edges if regular and len({box.start for box in boxes}) == len(boxes) else None
+    cells = {tuple(zip(box.start, box.stop, strict=True)) for box in boxes}
+    return edges if cells.issuperset(product(*map(pairwise, edges))) else None
 
 
 def _clipped(region: Box, boxes: Iterable[Box]) -> list[Box]:
@@ -337,62 +310,50 @@ def _is_partition(boxes: Collection[Box], region: Box) -> bool:
     return disjoint and next(batches, batches) is batches
 
 
-@dataclass(slots=True)
-class _Sweep:
-    """A search of a region for the parts that a number of boxes within limits covers."""
+def _parts(region: Box, boxes: Collection[Box], least: float, most: float) -> Iterator[Box]:
+    """The parts of a region that at least and at most so many boxes cover, as disjoint boxes.
 
-    region: Box
-    num_boxes: int
-    least: float
-    most: float
-    limit: int | None = None  # the number of parts after which the search ends
-    steps: int = 0
-
-    def boxes(self, present: Iterable[Box]) -> Iterator[Box]:
-        return (Box(*edges) for edges in islice(self._parts([*present], 0), self.limit))
-
-    def _parts(self, boxes: Sequence[Box], dim: int) -> Iterator[Edges]:
-        """The parts within the dims from ``dim`` on, as starts and stops of those dims."""
-        low, high = self.region.start[dim:], self.region.stop[dim:]
-        self._count(8 * len(boxes))
-        spanning = sum(box.start[dim:] == low and box.stop[dim:] == high for box in boxes)
-        if spanning > self.most or len(boxes) < self.least:
-            return
-        if spanning >= self.least and len(boxes) <= self.most:
-            yield low, high
-            return
-        begin: int | None = None
-        end, before, inner = 0, [], []  # type: int, list[Box], list[Edges]
-        for start, stop, present in self._slabs(boxes, dim):
-            if begin is None or present != before:
-                yield from _within(begin, end, inner)
-                begin, before = start, present
-                inner = [*islice(self._parts(present, dim + 1), self.limit)]
-            end = stop
-        yield from _within(begin, end, inner)
-
-    def _slabs(self, boxes: Sequence[Box], dim: int) -> Iterator[tuple[int, int, list[Box]]]:
-        """A dim from edge to edge, with the boxes that span it there."""
-        low, high = self.region.start[dim], self.region.stop[dim]
-        edges = {low, high, *(box.start[dim] for box in boxes), *(box.stop[dim] for box in boxes)}
-        waiting = sorted(boxes, key=lambda box: box.start[dim], reverse=True)
-        present: list[Box] = []
-        for start, stop in pairwise(sorted(edges)):
-            self._count(len(present))
-            present = [box for box in present if box.stop[dim] > start]
-            while waiting and waiting[-1].start[dim] <= start:
-                present.append(waiting.pop())
-            yield start, stop, present
-
-    def _count(self, steps: int) -> None:
-        self.steps += steps + STEPS_PER_SLAB
-        if self.steps > MAX_STEPS:
+    A part that boxes cover unevenly is halved where boxes begin or end, in the dim where most do.
+    """
+    pending, steps = [(region.start, region.stop, [*boxes])], 0
+    while pending:
+        low, high, inside = pending.pop()
+        spanning = sum(
+            all(map(le, box.start, low)) and all(map(ge, box.stop, high)) for box in inside
+        )
+        if spanning > most or len(inside) < least:
+            continue
+        if spanning >= least and len(inside) <= most:
+            yield Box(low, high)
+            continue
+        steps += len(inside) + STEPS_PER_PART
+        if steps > MAX_STEPS:
             raise CoverageError(
-                f"{self.num_boxes} boxes in {self.region} overlap so irregularly that {MAX_STEPS} "
+                f"{len(boxes)} boxes in {region} overlap so irregularly that {MAX_STEPS} "
                 "steps do not show what is missing: use fewer or disjoint boxes"
             )
+        starts = zip(*(box.start for box in inside), strict=True)
+        stops = zip(*(box.stop for box in inside), strict=True)
+        edges = [
+            sorted(edge for edge in {*begins, *ends} if first < edge < last)
+            for begins, ends, first, last in zip(starts, stops, low, high, strict=True)
+        ]
+        dim = max(range(len(edges)), key=lambda dim: len(edges[dim]))
+        middle = edges[dim][len(edges[dim]) // 2]
+        after = [box for box in inside if box.stop[dim] > middle]
+        before = [box for box in inside if box.start[dim] < middle]
+        pending.append(((*low[:dim], middle, *low[dim + 1 :]), high, after))
+        pending.append((low, (*high[:dim], middle, *high[dim + 1 :]), before))
 
 
-def _within(begin: int | None, end: int, inner: Sequence[Edges]) -> Iterator[Edges]:
-    for starts, stops in inner:
-        yield (begin or 0, *starts), (end, *stops)
+def _joined(boxes: Iterable[Box]) -> tuple[Box, ...]:
+    """Disjoint boxes in order, those joined that touch in one dim and are equal in the others."""
+    joined = sorted(boxes)
+    for dim in reversed(range(len(joined[0].start) if joined else 0)):
+        ends: dict[tuple[object, int], Box] = {}  # by its other dims, and where it ends in this one
+        for box in joined:
+            others = box.start[:dim], box.stop[:dim], box.start[dim + 1 :], box.stop[dim + 1 :]
+            before = ends.pop((others, box.start[dim]), None)
+            ends[others, box.stop[dim]] = Box(before.start, box.stop) if before else box
+        joined = sorted(ends.values())
+    return tuple(joined)

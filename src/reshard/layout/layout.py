@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import prod
 from typing import Any
 
@@ -24,6 +24,7 @@ from reshard.layout.box import (
     Box,
     Interval,
     Piece,
+    check_shape,
     length_of,
     local_pieces,
     row_major,
@@ -31,15 +32,7 @@ from reshard.layout.box import (
 from reshard.layout.coverage import first_overlap
 from reshard.layout.mesh import MAX_RANK, Mesh, format_ranks
 from reshard.layout.notation import from_placements, parse
-from reshard.layout.words import (
-    Cuts,
-    Packed,
-    Ragged,
-    Words,
-    check_shape,
-    format_cuts,
-    held,
-)
+from reshard.layout.words import Cuts, Ragged, Words, held_intervals, plain_cuts
 from reshard.text import count
 
 MAX_DIMS = 32
@@ -182,10 +175,10 @@ class Layout:
         if coords is None:
             return [[] for _ in self.dims(shape)], None
         dims = zip(self.dims(shape), shape, strict=True)
-        intervals = [self._held(cuts, size, coords) for cuts, size in dims]
+        intervals = [self._intervals(cuts, size, coords) for cuts, size in dims]
         if not self.words.flat:
             return intervals, None
-        return intervals, self._held(self.words.flat, prod(map(length_of, intervals)), coords)
+        return intervals, self._intervals(self.words.flat, prod(map(length_of, intervals)), coords)
 
     def owners(self, box: Box, shape: Sequence[int]) -> tuple[Owners, ...]:
         """Who holds the data inside a box: disjoint boxes, each with all its holders."""
@@ -199,9 +192,9 @@ class Layout:
 
         return fingerprint(self, tuple(shape)) == fingerprint(Layout.of(other), tuple(shape))
 
-    def _held(self, cuts: Cuts, length: int, coords: Mapping[str, int]) -> list[Interval]:
+    def _intervals(self, cuts: Cuts, length: int, coords: Mapping[str, int]) -> list[Interval]:
         try:
-            return held(cuts, length, self.mesh.axes, coords)
+            return held_intervals(cuts, length, self.mesh.axes, coords)
         except LayoutError as error:
             raise LayoutError(f'layout "{self}" on mesh {self.mesh}: {error}') from None
 
@@ -386,8 +379,12 @@ def _check_words(layout: Layout) -> None:
                 f'layout "{layout}" names axis "{axis}" and mesh {mesh} has '
                 f"{', '.join(mesh.axes) or 'no axis'}: use one of these"
             )
-    for cuts in (*words.dims, words.flat):
-        _check_ragged(layout, cuts)
+    for cut in plain_cuts(chain(*words.dims, words.flat)):
+        if isinstance(cut, Ragged) and len(cut.sizes) != mesh.axes[cut.axis]:
+            raise LayoutError(
+                f'"{cut}" in layout "{layout}" gives {len(cut.sizes)} sizes and mesh {mesh} has '
+                f"{cut.axis}={mesh.axes[cut.axis]}: give one size per rank"
+            )
     for axis, places in words.on:
         if places[-1] >= mesh.axes[axis]:
             raise LayoutError(
@@ -402,30 +399,11 @@ def _check_words(layout: Layout) -> None:
             )
 
 
-def _check_ragged(layout: Layout, cuts: Cuts) -> None:
-    for cut in cuts:
-        if isinstance(cut, Packed):
-            for segment in cut.segments:
-                _check_ragged(layout, segment.cuts)
-        if isinstance(cut, Ragged) and len(cut.sizes) != layout.mesh.axes[cut.axis]:
-            raise LayoutError(
-                f'"{format_cuts((cut,))}" in layout "{layout}" gives {len(cut.sizes)} sizes and '
-                f"mesh {layout.mesh} has {cut.axis}={layout.mesh.axes[cut.axis]}: "
-                "give one size per rank"
-            )
-
-
-def _ints(values: list[object]) -> tuple[int, ...]:
-    if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
-        raise FormatError(f"expected a list of whole numbers and found {values}")
-    return tuple(values)  # type: ignore[arg-type]
-
-
-def _read_boxes(item: tuple[object, object]) -> tuple[int, tuple[Box, ...]]:
-    match item:
+def _read_boxes(entry: tuple[object, object]) -> tuple[int, tuple[Box, ...]]:
+    match entry:
         case (str(rank), list(boxes)) if rank.isascii() and rank.isdigit():
             return int(rank), tuple(map(_read_box, boxes))
-    raise FormatError(f'"{item[0]}" in "boxes" is not a rank with a list of boxes')
+    raise FormatError(f'"{entry[0]}" in "boxes" is not a rank with a list of boxes')
 
 
 def _read_box(data: object) -> Box:
@@ -433,3 +411,9 @@ def _read_box(data: object) -> Box:
         case [list(start), list(stop)]:
             return Box(_ints(start), _ints(stop))
     raise FormatError(f"a box is [start, stop], and found {data}")
+
+
+def _ints(values: list[Any]) -> tuple[int, ...]:
+    if not all(type(value) is int for value in values):
+        raise FormatError(f"expected a list of whole numbers and found {values}")
+    return tuple(values)

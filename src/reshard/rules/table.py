@@ -25,7 +25,7 @@ from reshard.layout.columns import sized_cache
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.layout.notation import parse
-from reshard.layout.words import Chunk, Cut, Cuts, Packed, Segment, Units, Words, held
+from reshard.layout.words import Chunk, Cut, Cuts, Packed, Segment, Units, Words, held_intervals
 from reshard.rules.document import Document, Rule, located
 from reshard.rules.language import INDEX, Place
 from reshard.text import and_more, count, quoted
@@ -286,7 +286,7 @@ def _idle(layout: Layout, shape: tuple[int, ...]) -> Iterator[tuple[int, int, tu
         axes = tuple(cut.axis for cut in units)
         places = [*product(*(range(sizes[axis]) for axis in axes))]
         coords = (dict(zip(axes, place, strict=True)) for place in places)
-        idle = sum(not held(tuple(units), length, sizes, at) for at in coords)
+        idle = sum(not held_intervals(tuple(units), length, sizes, at) for at in coords)
         if idle and length:
             yield idle, len(places), axes
 

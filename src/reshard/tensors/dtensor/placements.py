@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice, permutations, product
 from math import prod
-from operator import index
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -27,10 +26,10 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from reshard.errors import LayoutError
-from reshard.layout.box import Box, length_of
+from reshard.layout.box import Box, check_shape, length_of
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import RESERVED, Mesh
-from reshard.layout.words import Chunk, Cut, Cuts, Cyclic, Packed, Segment, Words, check_shape, held
+from reshard.layout.words import Chunk, Cut, Cuts, Cyclic, Packed, Segment, Words, held_intervals
 from reshard.tensors.kinds import this_rank
 
 _REFUSED = RESERVED | {"self"}
@@ -88,8 +87,7 @@ MAX_PARTS = 1 << 16
 def layout_from(
     device_mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> Layout:
-    sizes = tuple(map(index, shape))
-    check_shape(sizes)
+    sizes = check_shape(shape)
     return Placed(mesh_of(device_mesh), positive_dims(placements, sizes)).layout(sizes)
 
 
@@ -137,7 +135,7 @@ class Placed(NamedTuple):
             if isinstance(placement, _StridedShard):
                 before, length = tuple(dims[placement.dim]), shape[placement.dim]
                 places = map(self.mesh.coords, ranks)
-                parts = (held(before, length, self.mesh.axes, place) for place in places)
+                parts = (held_intervals(before, length, self.mesh.axes, at) for at in places)
                 cut = _strided(self.mesh, axis, placement, set(map(length_of, parts)))
                 dims[placement.dim].append(cut)
             elif isinstance(placement, Shard):
