@@ -35,9 +35,6 @@ from reshard.layout.notation import from_placements, parse
 from reshard.layout.words import Cuts, Ragged, Words, held_intervals, plain_cuts
 from reshard.text import count
 
-MAX_DIMS = 32
-MAX_ELEMENTS = 1 << 48  # more than any tensor has; beyond, bytes could not be counted exactly
-
 
 @dataclass(frozen=True, slots=True)
 class Owners:
@@ -123,13 +120,12 @@ class Layout:
 
     def without(self, ranks: Iterable[int]) -> Layout:
         """The same layout after these ranks are lost."""
-        require_type(ranks, Iterable, "without()", "give the lost ranks, as layout.without([3])")
-        lost = tuple(sorted({*self.words.without, *ranks}))
+        lost = tuple(sorted({*self.words.without, *_checked_ranks(ranks)}))
         return Layout(self.mesh, replace(self.words, without=lost))
 
     def dims(self, shape: Sequence[int]) -> tuple[Cuts, ...]:
         """The cuts of each dim of a tensor of this shape."""
-        _check_countable(shape)
+        check_shape(shape)
         dims = self.words.expand(len(shape))
         if dims is None:
             raise LayoutError(
@@ -240,8 +236,13 @@ class Layout:
         return str(self.words)
 
     @cached_property
+    def _key(self) -> tuple[object, ...]:
+        """What makes layouts equal."""
+        return self._text, self.mesh
+
+    @cached_property
     def _hash(self) -> int:
-        return hash((self.mesh, self._text))
+        return hash(self._key)
 
     def __repr__(self) -> str:
         return f"Layout({self.mesh!r}, {str(self)!r})"
@@ -249,9 +250,9 @@ class Layout:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        if not isinstance(other, Layout) or isinstance(other, BoxLayout):
+        if not isinstance(other, Layout):
             return NotImplemented
-        return self._text == other._text and self.mesh == other.mesh
+        return type(self) is type(other) and self._key == other._key
 
     def __hash__(self) -> int:
         return self._hash
@@ -266,8 +267,7 @@ class BoxLayout(Layout):
     words = Words((), 0)
 
     def __init__(self, shape: tuple[int, ...], boxes: dict[int, tuple[Box, ...]]) -> None:
-        _check_countable(shape)
-        self.shape = tuple(shape)
+        self.shape = check_shape(shape)
         self.boxes = dict(sorted(boxes.items()))
         whole = Box.whole(self.shape)
         for rank, mine in self.boxes.items():
@@ -297,7 +297,7 @@ class BoxLayout(Layout):
         return tuple(self.boxes)
 
     def without(self, ranks: Iterable[int]) -> BoxLayout:
-        lost = set(ranks)
+        lost = _checked_ranks(ranks)
         return BoxLayout(self.shape, {r: b for r, b in self.boxes.items() if r not in lost})
 
     def dims(self, shape: Sequence[int]) -> tuple[Cuts, ...]:
@@ -340,34 +340,20 @@ class BoxLayout(Layout):
         return f"{count} boxes on ranks {format_ranks(tuple(self.boxes))}"
 
     @cached_property
-    def _hash(self) -> int:
-        return hash((self.shape, tuple(self.boxes.items())))
+    def _key(self) -> tuple[object, ...]:
+        return self.shape, tuple(self.boxes.items())
 
     def __repr__(self) -> str:
         boxes = {rank: list(held_boxes) for rank, held_boxes in self.boxes.items()}
         return f"Layout.from_boxes({self.shape}, {boxes})"
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, BoxLayout):
-            return NotImplemented
-        return self.shape == other.shape and self.boxes == other.boxes
-
-    def __hash__(self) -> int:
-        return self._hash
-
     def __reduce__(self) -> tuple[object, ...]:
         return BoxLayout, (self.shape, self.boxes)
 
 
-def _check_countable(shape: Sequence[int]) -> None:
-    """Refuse what is no shape, and a shape too large to count its bytes exactly."""
-    check_shape(shape)
-    if len(shape) > MAX_DIMS:
-        raise LayoutError(f"a shape of {len(shape)} dims: at most {MAX_DIMS} work")
-    if prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
-        raise LayoutError(
-            f"shape {tuple(shape)} has {prod(shape)} elements: at most {MAX_ELEMENTS} work"
-        )
+def _checked_ranks(ranks: Iterable[int]) -> set[int]:
+    require_type(ranks, Iterable, "without()", "give the lost ranks, as layout.without([3])")
+    return set(ranks)
 
 
 def _check_words(layout: Layout) -> None:
