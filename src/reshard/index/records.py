@@ -9,8 +9,6 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
-from operator import attrgetter
 from typing import Any, TypeAlias
 
 DEFINED, MENTIONED, IN_TEXT = "defined", "mentioned", "in comments or docstrings"
@@ -87,8 +85,9 @@ def python_record(path: str, data: bytes) -> tuple[Record, str]:
         kind = DEFINED if word in walk.defined else MENTIONED if in_code else IN_TEXT
         line = walk.defined.get(word) or code_line or text_line
         words[word] = kind, line, in_code + in_text
-    by_line = attrgetter("line")
-    functions, classes = sorted(walk.functions, key=by_line), sorted(walk.classes, key=by_line)
+    functions, classes = (
+        sorted(some, key=lambda one: one.line) for some in (walk.functions, walk.classes)
+    )
     size, summary = (len(lines_of(text)), len(data)), first_sentence(ast.get_docstring(tree, False))
     return Record(path, "python", *size, summary, functions, classes, [], walk.imports, words), text
 
@@ -114,7 +113,8 @@ def _words(text: str, walk: _Walk) -> dict[str, list[int]]:
 
 def _line_finder(text: str) -> Callable[[int], int]:
     """Finds the number of the line that a position is in."""
-    return partial(bisect_right, [0, *(newline.end() for newline in re.finditer("\n", text))])
+    starts = [0, *(newline.end() for newline in re.finditer("\n", text))]
+    return lambda at: bisect_right(starts, at)
 
 
 class _Walk:

@@ -52,7 +52,7 @@ def listed_of(layout: Layout, shape: tuple[int, ...]) -> Listed:
         layout = Layout(layout.mesh, replace(layout.words, without=()))
     grids = grids_of(layout, shape)
     if grids is not None:
-        return _merge([_list_grid(grid, lost) for grid in grids])
+        return _list_grids(grids, np.array(lost, dtype=np.int64))
     columns = {
         rank: piece_columns(layout, rank, shape) for rank in layout.ranks if rank not in lost
     }
@@ -141,9 +141,8 @@ def _grouped(columns: Mapping[int, Columns], num_dims: int, alike: bool) -> List
     none = np.zeros((0, num_dims), dtype=np.int64)
     starts = np.concatenate([none, *(one[0] for one in columns.values())])
     stops = np.concatenate([none, *(one[1] for one in columns.values())])
-    ranks = np.repeat(
-        np.array([*columns], dtype=np.int64), [len(one[0]) for one in columns.values()]
-    )
+    counts = [len(one[0]) for one in columns.values()]
+    ranks = np.repeat(np.array([*columns], dtype=np.int64), counts)
     corners = starts if alike else np.concatenate([starts, stops], axis=1)
     order = np.lexsort([ranks, *corners.T[::-1]])
     starts, stops, ranks, corners = starts[order], stops[order], ranks[order], corners[order]
@@ -153,26 +152,19 @@ def _grouped(columns: Mapping[int, Columns], num_dims: int, alike: bool) -> List
     return Listed(starts[first], stops[first], np.append(first, len(starts)), ranks)
 
 
-def _list_grid(grid: Grid, lost: Sequence[int]) -> Listed:
-    starts, stops, regions = grid.boxes()
-    ranks = grid.holders(regions)
-    kept = ~contained(ranks, np.array(lost, dtype=np.int64))
-    return Listed(starts, stops, offsets(kept.sum(axis=1)), ranks[kept])
-
-
-def _merge(lists: list[Listed]) -> Listed:
-    """One list of several, in the order of the boxes, without boxes that no rank holds."""
-    starts = np.concatenate([listed.starts for listed in lists])
-    counts = np.concatenate([np.diff(listed.first) for listed in lists])
+def _list_grids(grids: Sequence[Grid], lost: Ints) -> Listed:
+    """The boxes of grids in order, without those that no rank holds."""
+    columns = []
+    for grid in grids:
+        starts, stops, regions = grid.boxes()
+        ranks = grid.holders(regions)
+        kept = ~contained(ranks, lost)
+        columns.append((starts, stops, kept.sum(axis=1), ranks[kept]))
+    starts, stops, counts, ranks = map(np.concatenate, zip(*columns, strict=True))
     order = np.lexsort(starts.T[::-1]) if starts.shape[1] else np.arange(len(starts))
     order = order[counts[order] > 0]
     _, at = spread(offsets(counts)[order], counts[order])
-    return Listed(
-        starts[order],
-        np.concatenate([listed.stops for listed in lists])[order],
-        offsets(counts[order]),
-        np.concatenate([listed.holders for listed in lists])[at],
-    )
+    return Listed(starts[order], stops[order], offsets(counts[order]), ranks[at])
 
 
 def _disjoint(listed: Listed) -> Listed:
@@ -182,19 +174,19 @@ def _disjoint(listed: Listed) -> Listed:
     crossing = {*left[left != right].tolist()}
     if not crossing:
         return listed
-    done: list[tuple[Box, set[int]]] = []
+    boxes: list[tuple[Box, set[int]]] = []
     apart: list[tuple[Box, set[int]]] = []
     for number, (start, stop) in enumerate(zip(*corners, strict=True)):
         box, ranks = Box(tuple(start), tuple(stop)), {*listed.of(number).tolist()}
         if number in crossing:
             apart = _insert(apart, box, ranks)
         else:
-            done.append((box, ranks))
-    held = sorted([*done, *apart], key=lambda one: one[0])
+            boxes.append((box, ranks))
+    boxes = sorted([*boxes, *apart], key=lambda entry: entry[0])
     return Listed(
-        *box_columns([box for box, _ in held], listed.starts.shape[1]),
-        offsets(np.array([len(ranks) for _, ranks in held], dtype=np.int64)),
-        np.array([rank for _, ranks in held for rank in sorted(ranks)], dtype=np.int64),
+        *box_columns([box for box, _ in boxes], listed.starts.shape[1]),
+        offsets(np.array([len(ranks) for _, ranks in boxes], dtype=np.int64)),
+        np.array([rank for _, ranks in boxes for rank in sorted(ranks)], dtype=np.int64),
     )
 
 
@@ -202,8 +194,7 @@ def _insert(
     apart: list[tuple[Box, set[int]]], box: Box, ranks: set[int]
 ) -> list[tuple[Box, set[int]]]:
     """Add a box to disjoint boxes, splitting both where they overlap."""
-    result: list[tuple[Box, set[int]]] = []
-    rest = [box]
+    result, rest = list[tuple[Box, set[int]]](), [box]
     for other, others in apart:
         common = box & other
         if not common.size:

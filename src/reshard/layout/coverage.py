@@ -79,19 +79,16 @@ def overlapping_pairs(
         for d in range(starts.shape[1])
     ]
     if not ranges:
-        mine, others = np.divmod(np.arange(len(starts) * len(other_starts)), len(other_starts) or 1)
-        return mine.astype(np.int64), others.astype(np.int64)
+        mine, others = np.indices((len(starts), len(other_starts))).reshape(2, -1)
+        return mine, others
     order, low, high = min(ranges, key=lambda r: int((r[2] - r[1]).sum()))
     counts = high - low
     if len(ranges) > 1 and counts.sum() > PAIRS_AT_ONCE + 8 * (len(starts) + len(other_starts)):
         return _pairs_by_band(starts, stops, other_starts, other_stops)
     mine, at = spread(low, counts)
     others = order[at]
-    low, high = (
-        np.maximum(starts[mine], other_starts[others]),
-        np.minimum(stops[mine], other_stops[others]),
-    )
-    meets = np.flatnonzero((low < high).all(axis=1))
+    begin = np.maximum(starts[mine], other_starts[others])
+    meets = np.flatnonzero((begin < np.minimum(stops[mine], other_stops[others])).all(axis=1))
     return mine[meets], others[meets]
 
 
@@ -107,32 +104,24 @@ def _pairs_by_band(
 
     from reshard.layout.columns import distinct, numbered, spread
 
-    sides = [(starts, stops), (other_starts, other_stops)]
-    rows = [np.flatnonzero((low < high).all(axis=1)) for low, high in sides]
-    keys = [np.zeros(len(some), dtype=np.int64) for some in rows]
-    for dim in range(starts.shape[1] - 1):
-        edges = distinct(np.concatenate([side[:, dim] for pair in sides for side in pair]))
-        for side, (low, high) in enumerate(sides):
-            first = np.searchsorted(edges, low[rows[side], dim])
-            counts = np.searchsorted(edges, high[rows[side], dim]) - first
-            at, band = spread(first, counts)
-            keys[side] = keys[side][at] * len(edges) + band
-            rows[side] = rows[side][at]
-        _, number = numbered(np.concatenate(keys))
-        keys = [number[: len(keys[0])], number[len(keys[0]) :]]
-    ends = [side[row, -1] for pair, row in zip(sides, rows, strict=True) for side in pair]
+    low, high = np.concatenate([starts, other_starts]), np.concatenate([stops, other_stops])
+    rows = np.flatnonzero((low < high).all(axis=1))
+    bands = np.zeros(len(rows), dtype=np.int64)
+    for dim in range(low.shape[1] - 1):
+        edges = distinct(np.concatenate([low[:, dim], high[:, dim]]))
+        first = np.searchsorted(edges, low[rows, dim])
+        at, band = spread(first, np.searchsorted(edges, high[rows, dim]) - first)
+        _, bands = numbered(bands[at] * len(edges) + band)
+        rows = rows[at]
     # Ordinals instead of indices, so that the sum with the bands does not overflow.
-    edges = distinct(np.concatenate(ends))
-    bands = (keys[0], keys[0], keys[1], keys[1])
-    low, high, other_low, other_high = (
-        band * len(edges) + np.searchsorted(edges, end)
-        for band, end in zip(bands, ends, strict=True)
-    )
-    order, first, last = _candidates(low, high, other_low, other_high)
-    mine, at = spread(first, last - first)
-    other = order[at]
-    meets = (low[mine] < other_high[other]) & (other_low[other] < high[mine])
-    pairs = rows[0][mine[meets]] * len(other_starts) + rows[1][other[meets]]
+    edges, ends = numbered(np.concatenate([low[rows, -1], high[rows, -1]]))
+    begin, end = bands * len(edges) + ends.reshape(2, -1)
+    mine, others = np.flatnonzero(rows < len(starts)), np.flatnonzero(rows >= len(starts))
+    order, first, last = _candidates(begin[mine], end[mine], begin[others], end[others])
+    one, at = spread(first, last - first)
+    one, other = mine[one], others[order[at]]
+    meets = (begin[one] < end[other]) & (begin[other] < end[one])
+    pairs = rows[one[meets]] * len(other_starts) + rows[other[meets]] - len(starts)
     return np.divmod(distinct(pairs), len(other_starts))
 
 
@@ -182,11 +171,8 @@ def _overlaps(starts: Ints, stops: Ints) -> Iterator[tuple[int, int] | None]:
         yield (0, 1) if len(rows) > 1 else None  # a tensor of 0 dims has only one element
         return
     # Ordinals instead of indices: groups are kept apart by an offset, which must not overflow.
-    ends = [
-        numbered(np.concatenate(dim)) for dim in zip(starts[rows].T, stops[rows].T, strict=True)
-    ]
-    low = np.stack([number[: len(rows)] for _, number in ends], axis=1)
-    high = np.stack([number[len(rows) :] for _, number in ends], axis=1)
+    ends = [numbered(edges)[1] for edges in np.concatenate([starts[rows], stops[rows]]).T]
+    low, high = np.stack(ends, axis=1).reshape(2, len(rows), len(ends))
     width = 2 * len(rows)
     groups = _separated(low, high, width)
     together = np.flatnonzero(np.bincount(groups)[groups] > 1) if len(rows) else rows
@@ -244,10 +230,8 @@ def missing_boxes(region: Box, boxes: Iterable[Box]) -> tuple[Box, ...]:
     >>> missing_boxes(Box((0,), (9,)), [Box((0,), (3,)), Box((2,), (6,))])
     (Box((6,), (9,)),)
     """
-    if not region.size:
-        return ()
     present = {*_clipped(region, boxes)}
-    if region in present or _is_grid(present, region) or _is_partition(present, region):
+    if not region.size or region in present or _is_partition(present, region):
         return ()
     return _joined(_parts(region, present, 0, 0))
 
@@ -259,10 +243,7 @@ def repeated_boxes(region: Box, boxes: Iterable[Box]) -> tuple[Box, ...]:
     (Box((2,), (3,)),)
     """
     present = _clipped(region, boxes)
-    different = {*present}
-    if len(present) < 2 or (len(different) == len(present) and _is_grid(different, region)):
-        return ()
-    if _is_partition(present, region):
+    if len(present) < 2 or _is_partition(present, region):
         return ()
     return _joined(islice(_parts(region, present, 2, inf), MAX_REPEATED))
 
@@ -290,21 +271,15 @@ def _clipped(region: Box, boxes: Iterable[Box]) -> list[Box]:
     return [part for part in (box if box in region else box & region for box in boxes) if part.size]
 
 
-def _is_grid(boxes: set[Box], region: Box) -> bool:
-    edges = grid_edges(boxes)
-    if edges is None:
-        return False
-    limits = zip(edges, region.start, region.stop, strict=True)
-    return all(dim[0] == low and dim[-1] == high for dim, low, high in limits)
-
-
 def _is_partition(boxes: Collection[Box], region: Box) -> bool:
     """Whether boxes cover a region, each element once; False also where that is not quickly seen.
 
     Disjoint boxes with as many elements as the region leave nothing out.
     """
-    if not region.start or sum(box.size for box in boxes) != region.size:
+    if sum(box.size for box in boxes) != region.size:
         return False
+    if grid_edges(boxes) is not None:
+        return True
     batches = _overlaps(*box_columns([*boxes], len(region.start)))
     disjoint = all(pair is None for pair in islice(batches, MAX_PAIRS // PAIRS_AT_ONCE))
     return disjoint and next(batches, batches) is batches

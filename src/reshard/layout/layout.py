@@ -19,7 +19,7 @@ from itertools import accumulate, chain
 from math import prod
 from typing import Any
 
-from reshard.errors import FormatError, LayoutError, NotationError, ReshardError, require_type
+from reshard.errors import FormatError, LayoutError, NotationError, require_type
 from reshard.layout.box import (
     Box,
     Interval,
@@ -101,7 +101,7 @@ class Layout:
         The local tensor of a rank with one box has its shape; of a rank with several it is 1-d,
         the boxes flattened and joined in the given order.
         """
-        return BoxLayout(tuple(shape), {rank: tuple(held) for rank, held in boxes.items()})
+        return BoxLayout(tuple(shape), {rank: tuple(listed) for rank, listed in boxes.items()})
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -206,11 +206,10 @@ class Layout:
     def from_json(text: str) -> Layout:
         """Read what ``to_json`` wrote."""
         try:
-            return Layout.from_dict(json.loads(text))
-        except ReshardError:
-            raise
+            data = json.loads(text)
         except (RecursionError, ValueError) as error:
             raise FormatError(f"a layout's JSON cannot be read: {error}") from None
+        return Layout.from_dict(data)
 
     @staticmethod
     def from_dict(data: object) -> Layout:
@@ -323,14 +322,15 @@ class BoxLayout(Layout):
         """The boxes of a rank in the order given, each with its place in the local tensor."""
         self.dims(shape)
         boxes = [box for box in self.boxes.get(rank, ()) if box.size]
-        offsets = accumulate((box.size for box in boxes), initial=0)
-        pairs = zip(boxes, offsets, strict=False)
-        return tuple(Piece(box, offset, row_major(box.shape)) for box, offset in pairs)
+        places = accumulate((box.size for box in boxes), initial=0)
+        return tuple(
+            Piece(box, at, row_major(box.shape)) for box, at in zip(boxes, places, strict=False)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         boxes = {
-            str(rank): [[list(box.start), list(box.stop)] for box in held_boxes]
-            for rank, held_boxes in self.boxes.items()
+            str(rank): [[list(box.start), list(box.stop)] for box in mine]
+            for rank, mine in self.boxes.items()
         }
         return {"shape": list(self.shape), "boxes": boxes}
 
@@ -344,7 +344,7 @@ class BoxLayout(Layout):
         return self.shape, tuple(self.boxes.items())
 
     def __repr__(self) -> str:
-        boxes = {rank: list(held_boxes) for rank, held_boxes in self.boxes.items()}
+        boxes = {rank: list(mine) for rank, mine in self.boxes.items()}
         return f"Layout.from_boxes({self.shape}, {boxes})"
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -90,8 +90,6 @@ class Mesh:
                 raise MeshError(
                     f"axis {quoted(match[1])} appears twice in mesh {quoted(text)}: name each once"
                 )
-            if len(axes) >= MAX_AXES:
-                raise MeshError(f"mesh {quoted(text)} has more than {MAX_AXES} axes: use fewer")
             axes[match[1]] = _checked_size(match[1], _bounded(match[2], text))
         if not axes and not at:
             raise NotationError(
@@ -219,22 +217,17 @@ def _as_ranks(ranks: Sequence[int]) -> Sequence[int]:
 
 def parse_ranks(text: str, where: str) -> Sequence[int]:
     """Read ``8-11,16`` as the ranks 8, 9, 10, 11, 16."""
-    ranks: list[int] = []
-    for word in text.strip().split(","):
-        match = _RANGE.match(word.strip())
+    ranks, source = list[int](), quoted(where.strip())
+    for word in map(str.strip, text.split(",")):
+        match = _RANGE.match(word)
         if not match:
-            raise NotationError(
-                f"{quoted(word.strip())} in {quoted(where.strip())} is not a rank: "
-                "expected 8 or 8-11"
-            )
+            raise NotationError(f"{quoted(word)} in {source} is not a rank: expected 8 or 8-11")
         first, last = _bounded(match[1], where), _bounded(match[2] or match[1], where)
         if last < first or last - first >= MAX_RANKS:
-            raise NotationError(
-                f"{quoted(word.strip())} in {quoted(where.strip())} goes backwards or too far"
-            )
+            raise NotationError(f"{quoted(word)} in {source} goes backwards or too far")
         ranks.extend(range(first, last + 1))
         if len(ranks) > MAX_RANKS:
-            raise NotationError(f"{quoted(where.strip())} lists more than {MAX_RANKS} ranks")
+            raise NotationError(f"{source} lists more than {MAX_RANKS} ranks")
     return ranks
 
 

@@ -20,7 +20,7 @@ grammar and knows neither meshes nor shapes; `Layout` gives the words their mean
 
     >>> words = parse("(tp*128 dp) - | on pp=2")
     >>> words.dims[0]
-    (Units(axis='tp', unit=128), Chunk(axis='dp'))
+    (Chunk(axis='tp', unit=128), Chunk(axis='dp', unit=1))
     >>> str(words)
     '(tp*128 dp) - | on pp=2'
 """
@@ -43,7 +43,6 @@ from reshard.layout.words import (
     Packed,
     Ragged,
     Segment,
-    Units,
     Words,
     ZigZag,
 )
@@ -153,7 +152,7 @@ class _Parser:
             return Packed(self._list(self._segment, "}"))
         axis = self._axis()
         if self._take("*"):
-            return Units(axis, self._positive())
+            return Chunk(axis, self._positive())
         if self._take(":"):
             return Cyclic(axis, self._positive())
         if self._take("["):

@@ -27,23 +27,16 @@ OPS = ("sum", "avg", "max", "min", "prod")  # how addends of a pending reduction
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """``tp``: as ``torch.chunk`` cuts, sizes rounded up, trailing shards shorter or empty."""
+    """``tp``: as ``torch.chunk`` cuts, sizes rounded up, trailing shards shorter or empty.
+
+    ``tp*128``: the same in whole units of 128.
+    """
 
     axis: str
+    unit: int = 1
 
     def __str__(self) -> str:
-        return self.axis
-
-
-@dataclass(frozen=True, slots=True)
-class Units:
-    """``tp*128``: as ``tp``, but in whole units of 128."""
-
-    axis: str
-    unit: int
-
-    def __str__(self) -> str:
-        return f"{self.axis}*{self.unit}"
+        return f"{self.axis}*{self.unit}" if self.unit > 1 else self.axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +95,7 @@ class Packed:
         return "{" + ", ".join(parts) + "}"
 
 
-PlainCut: TypeAlias = Chunk | Units | Cyclic | Ragged | ZigZag
+PlainCut: TypeAlias = Chunk | Cyclic | Ragged | ZigZag
 Cut: TypeAlias = PlainCut | Packed
 Cuts: TypeAlias = tuple[Cut, ...]  # what happens to a dim, left to right; empty means it is whole
 
@@ -236,9 +229,7 @@ def tiling(cut: PlainCut, length: int, num: int) -> Tiling:
     [(2, 4), (4, 6)]
     """
     match cut:
-        case Chunk():
-            return _even(length, _ceil(length, num))
-        case Units(unit=unit):
+        case Chunk(unit=unit):
             return _even(length, _ceil(_ceil(length, unit), num) * unit)
         case ZigZag():
             return _even(length, _ceil(length, 2 * num), [*range(num), *reversed(range(num))])

@@ -350,11 +350,11 @@ def _factors(cuts: Cuts, mesh: Mesh, length: int) -> Iterator[tuple[str, int]]:
     """Each axis that shards a dim, and the split factor of its word; 1 for plain chunks."""
     for cut in cuts:
         match cut:
-            case Chunk(axis=axis):
+            case Chunk(axis=axis, unit=1):
                 yield axis, 1
                 length = -(-length // mesh.axes[axis])
             case Cyclic(axis=axis, block=block):
                 yield axis, max(1, length // (block * mesh.axes[axis]))
                 length //= mesh.axes[axis]
-            case Packed(segments=[Segment(cuts=(Chunk(axis=axis),)), *_]):
+            case Packed(segments=[Segment(cuts=(Chunk(axis=axis, unit=1),)), *_]):
                 yield axis, len(cut.segments)
