@@ -80,7 +80,6 @@ def accumulator(dtype: str) -> str:
     return "float32" if small else dtype
 
 
-_UNSIGNED = {1: "uint8", 2: "uint16", 4: "uint32"}
 _LACKING = {
     name for name in ITEMSIZE if name.startswith("float8") or name in ("bfloat16", "complex32")
 }
@@ -90,7 +89,7 @@ def storage_dtype(dtype: str) -> np.dtype[Any]:
     """The numpy dtype that stores this dtype: itself, or unsigned integers of its size."""
     import numpy as np
 
-    return np.dtype(_UNSIGNED[ITEMSIZE[dtype]] if dtype in _LACKING else dtype)
+    return np.dtype(f"u{ITEMSIZE[dtype]}" if dtype in _LACKING else dtype)
 
 
 def reduce_in_order(op: str, addends: Sequence[Array], dtype: str, want: str) -> Array:
@@ -101,15 +100,10 @@ def reduce_in_order(op: str, addends: Sequence[Array], dtype: str, want: str) ->
     import numpy as np
 
     wide = accumulator(dtype)
+    combine = {"prod": np.multiply, "max": np.maximum, "min": np.minimum}.get(op, np.add)
     total = cast(addends[0], dtype, wide).copy()
     for addend in addends[1:]:
-        other = cast(addend, dtype, wide)
-        if op in ("sum", "avg"):
-            total = total + other if total.dtype != bool else total | other
-        elif op == "prod":
-            total = total * other
-        else:
-            total = np.maximum(total, other) if op == "max" else np.minimum(total, other)
+        total = combine(total, cast(addend, dtype, wide))
     if op == "avg":
         whole = np.issubdtype(total.dtype, np.integer)
         total = total // len(addends) if whole else total / len(addends)
@@ -118,12 +112,12 @@ def reduce_in_order(op: str, addends: Sequence[Array], dtype: str, want: str) ->
 
 BLOCK = 1 << 16  # elements that are cast at a time: what numpy makes on the way stays small
 
-# Bits of the exponent and of the mantissa, bias of the exponent.
+# Bits of the mantissa, and bias of the exponent.
 _FLOAT8 = {
-    "float8_e4m3fn": (4, 3, 7),
-    "float8_e5m2": (5, 2, 15),
-    "float8_e4m3fnuz": (4, 3, 8),
-    "float8_e5m2fnuz": (5, 2, 16),
+    "float8_e4m3fn": (3, 7),
+    "float8_e5m2": (2, 15),
+    "float8_e4m3fnuz": (3, 8),
+    "float8_e5m2fnuz": (2, 16),
 }
 
 
@@ -262,13 +256,10 @@ def _float8_codes(want: str) -> Array:
 def _float8_values(dtype: str) -> Array:
     import numpy as np
 
-    exponent_bits, mantissa_bits, bias = _FLOAT8[dtype]
-    codes = np.arange(256)
-    exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
-    mantissa = codes & ((1 << mantissa_bits) - 1)
-    fraction = np.where(exponent > 0, 1.0, 0.0) + mantissa / (1 << mantissa_bits)
-    values = np.ldexp(fraction, np.maximum(exponent, 1) - bias)
-    values = np.where(codes >= 128, -values, values)
+    bits, bias = _FLOAT8[dtype]
+    exponent, mantissa = np.divmod(np.arange(128), 1 << bits)
+    sizes = np.ldexp((exponent > 0) + mantissa / (1 << bits), np.maximum(exponent, 1) - bias)
+    values = np.concatenate([sizes, -sizes])
     # Infinities and NaNs, which each of the dtypes has elsewhere.
     if dtype.endswith("fnuz"):
         values[0x80] = np.nan

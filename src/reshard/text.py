@@ -161,11 +161,11 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data."""
-        return dict(json.loads(self.to_json()))
+        return dict(json.loads(json.dumps(asdict(self))))  # type: ignore[call-overload]
 
     def to_json(self) -> str:
         """The report as JSON text."""
-        return json.dumps(asdict(self))  # type: ignore[call-overload]
+        return json.dumps(self.to_dict())
 
     def _repr_html_(self) -> str:
         """The report as a cell of a notebook."""

@@ -35,6 +35,9 @@ from reshard.layout.notation import from_placements, parse
 from reshard.layout.words import Cuts, Ragged, Words, held_intervals, plain_cuts
 from reshard.text import count
 
+MAX_DIMS = 32
+MAX_ELEMENTS = 1 << 48  # more than any tensor has; beyond, bytes could not be counted exactly
+
 
 @dataclass(frozen=True, slots=True)
 class Owners:
@@ -125,7 +128,7 @@ class Layout:
 
     def dims(self, shape: Sequence[int]) -> tuple[Cuts, ...]:
         """The cuts of each dim of a tensor of this shape."""
-        check_shape(shape)
+        _countable(shape)
         dims = self.words.expand(len(shape))
         if dims is None:
             raise LayoutError(
@@ -180,13 +183,14 @@ class Layout:
         """Who holds the data inside a box: disjoint boxes, each with all its holders."""
         from reshard.layout.boxlist import owners
 
-        return owners(self, box, tuple(shape))
+        return owners(self, box, check_shape(shape))
 
     def same_as(self, other: Layout | str, shape: Sequence[int]) -> bool:
         """Whether both shard a tensor of this shape equally, in whatever words."""
         from reshard.layout.spec import fingerprint
 
-        return fingerprint(self, tuple(shape)) == fingerprint(Layout.of(other), tuple(shape))
+        sizes = check_shape(shape)
+        return fingerprint(self, sizes) == fingerprint(Layout.of(other), sizes)
 
     def _intervals(self, cuts: Cuts, length: int, coords: Mapping[str, int]) -> list[Interval]:
         try:
@@ -266,7 +270,7 @@ class BoxLayout(Layout):
     words = Words((), 0)
 
     def __init__(self, shape: tuple[int, ...], boxes: dict[int, tuple[Box, ...]]) -> None:
-        self.shape = check_shape(shape)
+        self.shape = _countable(shape)
         self.boxes = dict(sorted(boxes.items()))
         whole = Box.whole(self.shape)
         for rank, mine in self.boxes.items():
@@ -349,6 +353,16 @@ class BoxLayout(Layout):
 
     def __reduce__(self) -> tuple[object, ...]:
         return BoxLayout, (self.shape, self.boxes)
+
+
+def _countable(shape: Sequence[int]) -> tuple[int, ...]:
+    """The sizes of a shape; refuses one too large to count its bytes exactly."""
+    sizes = check_shape(shape)
+    if len(sizes) > MAX_DIMS:
+        raise LayoutError(f"a shape of {len(sizes)} dims: at most {MAX_DIMS} work")
+    if prod(size or 1 for size in sizes) > MAX_ELEMENTS:
+        raise LayoutError(f"shape {sizes} has {prod(sizes)} elements: at most {MAX_ELEMENTS} work")
+    return sizes
 
 
 def _checked_ranks(ranks: Iterable[int]) -> set[int]:

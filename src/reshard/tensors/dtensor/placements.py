@@ -33,7 +33,7 @@ from reshard.layout.words import Chunk, Cut, Cuts, Cyclic, Packed, Segment, Word
 from reshard.tensors.kinds import this_rank
 
 _REFUSED = RESERVED | {"self"}
-"""Names that an axis cannot have; ``self`` because ``Mesh`` takes axes as keywords."""
+"""Names that become others: words of the notation, and ``self``, which no axis could have once."""
 
 _known: WeakKeyDictionary[DeviceMesh, tuple[int, Mesh]] = WeakKeyDictionary()
 """The mesh of each DeviceMesh, and the rank that it was read on; weak, so that groups can go."""
