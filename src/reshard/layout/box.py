@@ -186,12 +186,14 @@ def length_of(intervals: Iterable[Interval]) -> int:
     return sum(stop - start for start, stop in intervals)
 
 
-def select(intervals: Iterable[Interval], positions: Sequence[Interval]) -> list[Interval]:
+def select(intervals: Sequence[Interval], positions: list[Interval]) -> list[Interval]:
     """The elements at these positions of a list of intervals; both are in rising order.
 
     >>> select([(0, 4), (10, 14)], [(1, 2), (3, 6)])
     [(1, 2), (3, 4), (10, 12)]
     """
+    if len(intervals) == 1 and intervals[0][0] == 0:
+        return positions
     chosen, at, before = list[Interval](), 0, 0
     for start, stop in intervals:
         after = before + stop - start
@@ -216,16 +218,20 @@ class Piece:
 
 
 def local_pieces(
-    intervals: Sequence[Sequence[Interval]], ranges: Iterable[Interval]
+    intervals: Sequence[Sequence[Interval]], ranges: Iterable[Interval] | None
 ) -> Iterator[Piece]:
-    """The pieces of a rank that holds these intervals of each dim, and keeps of its local tensor
-    these ranges, flattened and joined."""
+    """The pieces of a rank that holds these intervals of each dim, in their local order.
+
+    Of a flattened tensor it keeps only these ranges of what it would hold.
+    """
     local = [*map(length_of, intervals)]
+    parts: Iterable[Box] = [Box.whole(local)]
+    if ranges is not None:
+        parts = (part for low, high in ranges for part in flat_range(local, low, high))
     strides, offset = row_major(local), 0
-    for low, high in ranges:
-        for part in flat_range(local, low, high):
-            yield from _global_pieces(intervals, part, strides, offset)
-            offset += part.size
+    for part in parts:
+        yield from _global_pieces(intervals, part, strides, offset)
+        offset += part.size
 
 
 def _global_pieces(

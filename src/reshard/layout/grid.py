@@ -175,7 +175,7 @@ def _intervals(layout: Layout, group: _Group, axes: Sequence[str]) -> tuple[Ints
     columns = []
     for at, size, cuts in group:
         starts, parts = _partition(layout, cuts, size, axes)
-        columns.append((at + starts, at + starts + np.diff(starts, append=size), parts))
+        columns.append((at + starts, at + starts + _widths(starts, size), parts))
     starts, stops, parts = map(np.concatenate, zip(*columns, strict=True))
     return starts, stops, parts
 
@@ -204,7 +204,7 @@ def _refine(layout: Layout, cut: Cut, length: int, starts: Ints, parts: Ints) ->
     The local positions of all parts are laid end to end on one line. On it the intervals and the
     new blocks are two ways to divide the same length; their common refinement is the answer.
     """
-    widths = np.diff(starts, append=length)
+    widths = _widths(starts, length)
     lengths = np.bincount(parts, weights=widths).astype(np.int64)
     blocks, owners = _blocks(layout, cut, lengths)
     order = np.argsort(parts, kind="stable")
@@ -215,6 +215,10 @@ def _refine(layout: Layout, cut: Cut, length: int, starts: Ints, parts: Ints) ->
     owner = owners[np.searchsorted(blocks, edges, side="right") - 1]
     rising = np.argsort(refined)
     return refined[rising], owner[rising]
+
+
+def _widths(starts: Ints, length: int) -> Ints:
+    return np.concatenate([starts[1:], [length]])[: len(starts)] - starts
 
 
 def _blocks(layout: Layout, cut: Cut, lengths: Ints) -> tuple[Ints, Ints]:

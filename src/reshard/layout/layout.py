@@ -20,15 +20,7 @@ from math import prod
 from typing import Any
 
 from reshard.errors import FormatError, LayoutError, NotationError, require_type
-from reshard.layout.box import (
-    Box,
-    Interval,
-    Piece,
-    check_shape,
-    length_of,
-    local_pieces,
-    row_major,
-)
+from reshard.layout.box import Box, Interval, Piece, check_shape, length_of, local_pieces, row_major
 from reshard.layout.coverage import first_overlap
 from reshard.layout.mesh import MAX_RANK, Mesh, format_ranks
 from reshard.layout.notation import from_placements, parse
@@ -162,8 +154,6 @@ class Layout:
         intervals, ranges = self.intervals(rank, shape)
         if self.holds(rank) is None:
             return ()
-        if ranges is None:
-            ranges = [(0, prod(map(length_of, intervals)))]
         return tuple(local_pieces(intervals, ranges))
 
     def intervals(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import TypeAlias
 
 from reshard.errors import LayoutError
@@ -134,9 +134,9 @@ class Words:
         >>> Words(((Chunk("tp"), Chunk("dp")),), on=(("pp", (1,)),), reduce=("sum", ("cp",))).axes
         ['tp', 'dp', 'cp', 'pp']
         """
-        cuts = [axes_of((cut,)) for cut in chain(*self.dims, self.flat)]
-        reduced = self.reduce[1] if self.reduce else ()
-        return [*chain(*cuts, reduced), *(axis for axis, _ in self.on)]
+        cuts = [cut for word in (*self.dims, self.flat) for cut in word]
+        named = [axis for cut in cuts for axis in axes_of((cut,))]
+        return [*named, *(self.reduce[1] if self.reduce else ()), *(axis for axis, _ in self.on)]
 
     def expand(self, num_dims: int) -> tuple[Cuts, ...] | None:
         """The cuts of each of ``num_dims`` dims, or None if the words do not fit."""
@@ -160,7 +160,7 @@ def axes_of(cuts: Sequence[Cut]) -> tuple[str, ...]:
     >>> axes_of([Chunk("kv"), Cyclic("rep", 4)])
     ('kv', 'rep')
     """
-    return tuple(dict.fromkeys(cut.axis for cut in plain_cuts(cuts)))
+    return tuple({cut.axis: None for cut in plain_cuts(cuts)})
 
 
 def plain_cuts(cuts: Iterable[Cut]) -> Iterator[PlainCut]:
