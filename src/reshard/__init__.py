@@ -83,7 +83,12 @@ if not TYPE_CHECKING:  # else every misspelt name would pass as one that is load
 
     def __getattr__(name: str) -> object:
         if name == "__version__":
-            return _version()
+            from importlib import metadata
+
+            try:
+                return metadata.version("reshard")
+            except metadata.PackageNotFoundError:
+                return "0.0.0+unknown"
         if name in _PACKAGES:
             return import_module(f"reshard.{name}")
         if name == "models":
@@ -102,15 +107,6 @@ if not TYPE_CHECKING:  # else every misspelt name would pass as one that is load
             module = import_module(f"reshard.{_HOMES[name]}")
         globals()[name] = value = getattr(module, name)
         return value
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("reshard")
-    except PackageNotFoundError:
-        return "0.0.0+unknown"
 
 
 def __dir__() -> list[str]:

@@ -347,19 +347,18 @@ def _kinds(record: Record) -> dict[str, list[tuple[str, int, int, str]]]:
         "Classes": [(one.name.rpartition(".")[2], one.line) for one in record.classes],
         "Imports": imports,
     }
-    found: dict[str, list[tuple[str, int, int, str]]] = {}
+    rest = dict(record.identifiers)
+    kinds: dict[str, list[tuple[str, int, int, str]]] = {}
     for kind, listed in pairs.items():
         first = dict(reversed(listed))
         counts = {word: record.identifiers.get(word, ("", 0, 1))[2] for word in first}
-        found[kind] = [(word, first[word], counts[word], "") for word in sorted(first, key=_order)]
-    code = "Identifiers" if record.language == "python" else "Code words"
-    listed_words = {word for words in found.values() for word, *_ in words}
-    found[code] = [
+        kinds[kind] = [(word, first[word], counts[word], "") for word in sorted(first, key=_order)]
+        rest = {word: entry for word, entry in rest.items() if word not in first}
+    kinds["Identifiers" if record.language == "python" else "Code words"] = [
         (word, line, count, "" if kind == MENTIONED else f" ({kind})")
-        for word in sorted(record.identifiers.keys() - listed_words, key=_order)
-        for kind, line, count in [record.identifiers[word]]
+        for word, (kind, line, count) in sorted(rest.items(), key=lambda item: _order(item[0]))
     ]
-    return {kind: words for kind, words in found.items() if words}
+    return {kind: words for kind, words in kinds.items() if words}
 
 
 def _order(word: str) -> tuple[str, str]:

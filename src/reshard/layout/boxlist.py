@@ -56,8 +56,8 @@ def listed_of(layout: Layout, shape: tuple[int, ...]) -> Listed:
     columns = {
         rank: piece_columns(layout, rank, shape) for rank in layout.ranks if rank not in lost
     }
-    alike = not isinstance(layout, BoxLayout) and not any(map(is_mixed, layout.dims(shape)))
-    alike = alike and not is_mixed(layout.words.flat)
+    cuts = (*layout.dims(shape), layout.words.flat)
+    alike = not isinstance(layout, BoxLayout) and not any(map(is_mixed, cuts))
     listed = _grouped(columns, len(shape), alike)
     return listed if alike else _disjoint(listed)
 

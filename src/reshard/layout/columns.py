@@ -180,16 +180,15 @@ def sized_cache(
     """
 
     def decorate(compute: Callable[P, V]) -> Callable[P, V]:
-        kept: SizedCache[Hashable, V] = SizedCache(max_bytes)
+        cache: SizedCache[Hashable, V] = SizedCache(max_bytes)
 
         @wraps(compute)
         def call(*args: P.args, **kwargs: P.kwargs) -> V:
-            result = kept.get(args)
-            if result is None:
-                result = compute(*args, **kwargs)
-                if result is not None:
-                    result = kept.put(args, result, num_bytes(result, *args))
-            return result
+            kept = cache.get(args)
+            if kept is not None:
+                return kept
+            result = compute(*args, **kwargs)
+            return result if result is None else cache.put(args, result, num_bytes(result, *args))
 
         return call
 

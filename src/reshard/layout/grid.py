@@ -231,8 +231,7 @@ def _blocks(layout: Layout, cut: Cut, lengths: Ints) -> tuple[Ints, Ints]:
         if isinstance(cut, Packed):
             block, _, owner = _intervals(layout, placed_segments(cut, length), axes)
         else:
-            tiles = tiling(cut, length, num)
-            block, owner = _array(tiles.starts), _array(tiles.owners)
+            block, owner = map(_array, tiling(cut, length, num))
         alike = np.flatnonzero(lengths == length)
         starts.append((base[alike][:, None] + block).ravel())
         owners.append((alike[:, None] * num + owner).ravel())

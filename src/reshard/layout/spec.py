@@ -93,9 +93,8 @@ def agrees(layout: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
 @sized_cache(16 << 20, lambda _, one, other, shape: one.num_bytes + other.num_bytes)
 def is_part_of(layout: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
     """Whether every rank of a layout holds the same by another one, which may have more ranks."""
-    return agrees(layout, other, shape) and (
-        layout == other or set(layout.ranks) <= set(other.ranks) or layout.same_as(other, shape)
-    )
+    has_ranks = set(layout.ranks) <= set(other.ranks)
+    return agrees(layout, other, shape) and (has_ranks or layout.same_as(other, shape))
 
 
 def holds_alike(layout: Layout, other: Layout, rank: int, shape: tuple[int, ...]) -> bool:

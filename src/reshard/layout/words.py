@@ -194,39 +194,28 @@ def held_intervals(
                 for low, high in held_intervals(inner, size, sizes, coords)
             ]
         else:
-            kept = tiling(cut, length_of(mine), sizes[cut.axis]).of(coords[cut.axis])
+            kept = _blocks_of(coords[cut.axis], cut, length_of(mine), sizes[cut.axis])
         mine = select(mine, kept)
     return mine
 
 
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """A length divided into blocks without gaps: where each starts, and which coordinate holds it.
+def _blocks_of(coord: int, cut: PlainCut, length: int, num: int) -> list[Interval]:
+    starts, owners = tiling(cut, length, num)
+    if isinstance(owners, range):
+        numbers: Sequence[int] = [coord] if coord in owners else []
+    else:
+        numbers = [number for number, owner in enumerate(owners) if owner == coord]
+    last = len(starts) - 1
+    return [(starts[at], starts[at + 1] if at < last else length) for at in numbers]
+
+
+def tiling(cut: PlainCut, length: int, num: int) -> tuple[Sequence[int], Sequence[int]]:
+    """How one word divides a length into blocks: where each starts, and which coordinate holds it.
 
     Ranges stay ranges, so that sixteen thousand shards cost no more than four.
-    """
 
-    length: int
-    starts: Sequence[int]
-    owners: Sequence[int]
-
-    def of(self, owner: int) -> list[Interval]:
-        """The blocks of one coordinate."""
-        if isinstance(self.owners, range):
-            numbers: Sequence[int] = [owner] if owner in self.owners else []
-        else:
-            numbers = [i for i, other in enumerate(self.owners) if other == owner]
-        last = len(self.starts) - 1
-        return [(self.starts[i], self.starts[i + 1] if i < last else self.length) for i in numbers]
-
-
-def tiling(cut: PlainCut, length: int, num: int) -> Tiling:
-    """How one word divides a length over the ``num`` coordinates of its axis.
-
-    >>> [tiling(Chunk("tp"), 10, 4).of(c) for c in range(4)]
-    [[(0, 3)], [(3, 6)], [(6, 9)], [(9, 10)]]
-    >>> tiling(ZigZag("cp"), 8, 2).of(1)
-    [(2, 4), (4, 6)]
+    >>> tiling(Chunk("tp"), 10, 4), tiling(ZigZag("cp"), 8, 2)
+    ((range(0, 10, 3), range(0, 4)), (range(0, 8, 2), [0, 1, 1, 0]))
     """
     match cut:
         case Chunk(unit=unit):
@@ -244,16 +233,18 @@ def tiling(cut: PlainCut, length: int, num: int) -> Tiling:
             check_sum(cut, sizes, length)
             starts = [*accumulate(sizes, initial=0)]
             kept = [n for n, size in enumerate(sizes) if size]
-            return Tiling(length, [starts[n] for n in kept], kept)
+            return [starts[n] for n in kept], kept
 
 
 def _ceil(length: int, parts: int) -> int:
     return -(-length // parts)
 
 
-def _even(length: int, block: int, owners: Sequence[int] | None = None) -> Tiling:
+def _even(
+    length: int, block: int, owners: Sequence[int] | None = None
+) -> tuple[Sequence[int], Sequence[int]]:
     starts = range(0, length, block) if length else range(0)
-    return Tiling(length, starts, range(len(starts)) if owners is None else owners[: len(starts)])
+    return starts, range(len(starts)) if owners is None else owners[: len(starts)]
 
 
 def check_sum(cut: Cut, sizes: Sequence[int], length: int) -> None:
