@@ -48,30 +48,25 @@ if TYPE_CHECKING:  # type checkers and editors see here what `__getattr__` loads
 
     __version__: str
 
-_HOMES = {
-    "Box": "layout.box",
-    "Layout": "layout.layout",
-    "Mesh": "layout.mesh",
-    "Plan": "planning.plans",
-    "Rules": "rules",
-    "RunReport": "show.run_report",
-    "SimulationReport": "simulation",
-    "Summary": "planning.cost.summary",
-    "TensorSpec": "layout.spec",
-    "Topology": "planning.cost.topology",
-    "backward": "tensors.moving",
-    "check": "live.api",
-    "describe": "tensors.state_dicts",
-    "exchange": "tensors.exchanging",
-    "flat_bucket": "layout.spec",
-    "join": "planning.names",
-    "layout_of": "tensors.local",
-    "move": "tensors.moving",
-    "plan": "planning.plans",
-    "simulate": "simulation",
-    "stack": "planning.names",
-    "take": "planning.names",
+_NAMES = {
+    "layout.box": "Box",
+    "layout.layout": "Layout",
+    "layout.mesh": "Mesh",
+    "layout.spec": "TensorSpec flat_bucket",
+    "live.api": "check",
+    "planning.cost.summary": "Summary",
+    "planning.cost.topology": "Topology",
+    "planning.names": "join stack take",
+    "planning.plans": "Plan plan",
+    "rules": "Rules",
+    "show.run_report": "RunReport",
+    "simulation": "SimulationReport simulate",
+    "tensors.exchanging": "exchange",
+    "tensors.local": "layout_of",
+    "tensors.moving": "backward move",
+    "tensors.state_dicts": "describe",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 _PACKAGES = ("checkpoint", "nn", "rules", "sharded")
 """Packages of users, which load when first named, as `rs.checkpoint` does."""
 
@@ -84,59 +79,34 @@ __all__ = [
 __all__ += errors.__all__
 
 
-_MOVED = {"models": "rules.models"}
-"""Modules under their old names, each for one minor version."""
-
-
 if not TYPE_CHECKING:  # else every misspelt name would pass as one that is loaded here
 
     def __getattr__(name: str) -> object:
         if name == "__version__":
-            return _version()
+            from importlib import metadata
+
+            try:
+                return metadata.version("reshard")
+            except metadata.PackageNotFoundError:
+                return "0.0.0+unknown"
         if name in _PACKAGES:
             return import_module(f"reshard.{name}")
-        if name in _MOVED:
-            return _moved(name)
+        if name == "models":
+            import warnings
+
+            text = "reshard.models is reshard.rules.models now; the old name goes with version 0.3"
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
+            return import_module("reshard.rules.models")
         if name not in _HOMES:
-            raise AttributeError(_unknown(name))
-        return _load(name)
+            import difflib
 
-
-def _load(name: str) -> object:
-    try:
-        module = import_module(f"reshard.{_HOMES[name]}")
-    except ModuleNotFoundError:
+            near = difflib.get_close_matches(name, __dir__(), n=1)
+            advice = f": try {near[0]}" if near else ""
+            raise AttributeError(f"module 'reshard' has no attribute '{name}'{advice}")
         with errors.needing_torch(f"reshard.{name}"):
-            raise
-    globals()[name] = value = getattr(module, name)
-    return value
-
-
-def _moved(name: str) -> object:
-    import warnings
-
-    warnings.warn(
-        f"reshard.{name} is reshard.{_MOVED[name]} now; the old name goes with version 0.3",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-    return import_module(f"reshard.{_MOVED[name]}")
-
-
-def _unknown(name: str) -> str:
-    import difflib
-
-    near = difflib.get_close_matches(name, __dir__(), n=1)
-    return f"module 'reshard' has no attribute '{name}'" + (f": try {near[0]}" if near else "")
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("reshard")
-    except PackageNotFoundError:
-        return "0.0.0+unknown"
+            module = import_module(f"reshard.{_HOMES[name]}")
+        globals()[name] = value = getattr(module, name)
+        return value
 
 
 def __dir__() -> list[str]:

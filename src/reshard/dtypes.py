@@ -80,7 +80,6 @@ def accumulator(dtype: str) -> str:
     return "float32" if small else dtype
 
 
-_UNSIGNED = {1: "uint8", 2: "uint16", 4: "uint32"}
 _LACKING = {
     name for name in ITEMSIZE if name.startswith("float8") or name in ("bfloat16", "complex32")
 }
@@ -90,7 +89,7 @@ def storage_dtype(dtype: str) -> np.dtype[Any]:
     """The numpy dtype that stores this dtype: itself, or unsigned integers of its size."""
     import numpy as np
 
-    return np.dtype(_UNSIGNED[ITEMSIZE[dtype]] if dtype in _LACKING else dtype)
+    return np.dtype(f"u{ITEMSIZE[dtype]}" if dtype in _LACKING else dtype)
 
 
 def reduce_in_order(op: str, addends: Sequence[Array], dtype: str, want: str) -> Array:
@@ -101,15 +100,10 @@ def reduce_in_order(op: str, addends: Sequence[Array], dtype: str, want: str) ->
     import numpy as np
 
     wide = accumulator(dtype)
+    combine = {"prod": np.multiply, "max": np.maximum, "min": np.minimum}.get(op, np.add)
     total = cast(addends[0], dtype, wide).copy()
     for addend in addends[1:]:
-        other = cast(addend, dtype, wide)
-        if op in ("sum", "avg"):
-            total = total + other if total.dtype != bool else total | other
-        elif op == "prod":
-            total = total * other
-        else:
-            total = np.maximum(total, other) if op == "max" else np.minimum(total, other)
+        total = combine(total, cast(addend, dtype, wide))
     if op == "avg":
         whole = np.issubdtype(total.dtype, np.integer)
         total = total // len(addends) if whole else total / len(addends)
@@ -118,12 +112,12 @@ def reduce_in_order(op: str, addends: Sequence[Array], dtype: str, want: str) ->
 
 BLOCK = 1 << 16  # elements that are cast at a time: what numpy makes on the way stays small
 
-# Bits of the exponent and of the mantissa, bias of the exponent.
+# Bits of the mantissa, and bias of the exponent.
 _FLOAT8 = {
-    "float8_e4m3fn": (4, 3, 7),
-    "float8_e5m2": (5, 2, 15),
-    "float8_e4m3fnuz": (4, 3, 8),
-    "float8_e5m2fnuz": (5, 2, 16),
+    "float8_e4m3fn": (3, 7),
+    "float8_e5m2": (2, 15),
+    "float8_e4m3fnuz": (3, 8),
+    "float8_e5m2fnuz": (2, 16),
 }
 
 
@@ -141,29 +135,25 @@ def check_cast(have: str, want: str, what: str = "") -> None:
 
     >>> check_cast("float32", "bfloat16")
     """
-    reason = None if have == want else _objection(have, want)
-    if reason is not None:
-        of = f"{what}: " if what else ""
-        raise DtypeError(f"{of}{have} cannot be cast to {want}: {reason}")
-
-
-def _objection(have: str, want: str) -> str | None:
-    """Why elements are not cast so; None if they may be."""
     import numpy as np
 
-    alone = [dtype for dtype in (have, want) if dtype in ("float8_e8m0fnu", "complex32")]
-    if alone:
-        return f"{alone[0]} is only moved as it is"
-    if have.startswith("complex"):
-        kept = want.startswith("complex")
-        return None if kept else "the imaginary parts would be lost; use a complex dtype"
-    if want.startswith("complex"):
-        return "real numbers stay real; use a floating-point dtype"
-    if is_float(have):
-        return None if is_float(want) else "fractions would be lost; use a floating-point dtype"
-    if is_float(want) or np.can_cast(have, want, "safe"):
-        return None
-    return f"{want} does not hold every value of {have}; use a wider one"
+    moved_only = [dtype for dtype in (have, want) if dtype in ("float8_e8m0fnu", "complex32")]
+    from_complex, to_complex = have.startswith("complex"), want.startswith("complex")
+    if have == want or (from_complex and to_complex and not moved_only):
+        return
+    if moved_only:
+        reason = f"{moved_only[0]} is only moved as it is"
+    elif from_complex:
+        reason = "the imaginary parts would be lost; use a complex dtype"
+    elif to_complex:
+        reason = "real numbers stay real; use a floating-point dtype"
+    elif is_float(want) or (not is_float(have) and np.can_cast(have, want, "safe")):
+        return
+    elif is_float(have):
+        reason = "fractions would be lost; use a floating-point dtype"
+    else:
+        reason = f"{want} does not hold every value of {have}; use a wider one"
+    raise DtypeError(f"{what}{': ' if what else ''}{have} cannot be cast to {want}: {reason}")
 
 
 def cast_into(source: Array, have: str, target: Array, want: str) -> None:
@@ -174,8 +164,7 @@ def cast_into(source: Array, have: str, target: Array, want: str) -> None:
     for at in range(0, flat.size, BLOCK):
         part = flat[at : at + BLOCK].view(storage_dtype(have))
         with np.errstate(over="ignore", invalid="ignore"):
-            found = cast(part, have, want)
-        result[at : at + BLOCK] = found.view(result.dtype)
+            result[at : at + BLOCK] = cast(part, have, want).view(result.dtype)
 
 
 def cast(array: Array, have: str, want: str) -> Array:
@@ -194,12 +183,12 @@ def cast(array: Array, have: str, want: str) -> Array:
         return _to_bfloat16(cast(array, have, "float32"))
     if want in _FLOAT8:
         return _to_float8(cast(array, have, "float32"), want)
-    for dtype in (have, want):
-        if dtype in _LACKING:
-            raise PlanError(
-                f"numpy has no {dtype}: simulate moves it as bytes and cannot cast it to or from "
-                f"{want if dtype == have else have}; run the plan live"
-            )
+    if have in _LACKING or want in _LACKING:
+        lacking, other = (have, want) if have in _LACKING else (want, have)
+        raise PlanError(
+            f"numpy has no {lacking}: simulate moves it as bytes and cannot cast it to or from "
+            f"{other}; run the plan live"
+        )
     return array.astype(want)
 
 
@@ -229,8 +218,7 @@ def _to_float8(array: Array, want: str) -> Array:
     at = bits >> np.uint32(15)
     at &= np.uint32(0x1FFFE)
     at |= (bits & np.uint32(0xFFFF)) != 0
-    codes: Array = _float8_codes(want)[at]
-    return codes
+    return np.asarray(_float8_codes(want)[at])
 
 
 @lru_cache(maxsize=8)
@@ -268,13 +256,10 @@ def _float8_codes(want: str) -> Array:
 def _float8_values(dtype: str) -> Array:
     import numpy as np
 
-    exponent_bits, mantissa_bits, bias = _FLOAT8[dtype]
-    codes = np.arange(256)
-    exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
-    mantissa = codes & ((1 << mantissa_bits) - 1)
-    fraction = np.where(exponent > 0, 1.0, 0.0) + mantissa / (1 << mantissa_bits)
-    values = np.ldexp(fraction, np.maximum(exponent, 1) - bias)
-    values = np.where(codes >= 128, -values, values)
+    bits, bias = _FLOAT8[dtype]
+    exponent, mantissa = np.divmod(np.arange(128), 1 << bits)
+    sizes = np.ldexp((exponent > 0) + mantissa / (1 << bits), np.maximum(exponent, 1) - bias)
+    values = np.concatenate([sizes, -sizes])
     # Infinities and NaNs, which each of the dtypes has elsewhere.
     if dtype.endswith("fnuz"):
         values[0x80] = np.nan
@@ -283,5 +268,4 @@ def _float8_values(dtype: str) -> Array:
     else:
         values[[0x7C, 0xFC]] = np.inf, -np.inf
         values[[0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]] = np.nan
-    numbers: Array = values.astype(np.float32)
-    return numbers
+    return np.asarray(values, dtype=np.float32)

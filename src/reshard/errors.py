@@ -1,39 +1,7 @@
-"""Every exception reshard raises, as one tree.
+"""Every exception that reshard raises, as one tree below `ReshardError`.
 
-    ReshardError                      catch this to catch all of them
-    +-- NotationError                 a text that does not follow the grammar
-    +-- MeshError                     axes or ranks of a mesh that make no sense
-    +-- BoxError                      a box whose stop is before its start
-    +-- LayoutError                   a layout that does not fit its mesh or a shape
-    +-- DtypeError                    an unknown dtype
-    +-- SizeError                     an amount of bytes that cannot be read
-    +-- ArgumentError                 an argument whose value does not work
-        +-- ArgumentTypeError         an argument of a wrong type (also a TypeError)
-        +-- PathError                 a path that names nothing in a module (also an AttributeError)
-    +-- StateError                    a call that is not possible now (also a RuntimeError)
-    +-- RulesError                    a wrong rules file, or a name that no rule matches
-    +-- TopologyError                 a topology file or its numbers
-    +-- FormatError                   JSON that is not a plan, a layout or a topology
-    +-- PlanError                     a move that cannot be planned
-        +-- NamesError                names that one side has and the other lacks
-        +-- CoverageError             a destination wants what no source holds
-        +-- MemoryCapError            a memory cap under which no round fits
-        +-- ProofError                a plan that does not do what it promises
-    +-- LiveError                     a move between processes that failed (also a RuntimeError)
-        +-- DisagreementError         ranks that were given different tensors, layouts or plans
-        +-- PeerLostError             a rank that is gone (also a ConnectionError)
-        +-- MoveTimeoutError          a rank that made no progress in time (also a TimeoutError)
-        +-- TensorError               a tensor given to a move that does not fit
-    +-- OperationError                an operation that a sharded tensor lacks in its layout
-                                      (also a RuntimeError)
-    +-- CheckpointError               a checkpoint that cannot be read or written (also an OSError)
-        +-- DamageError               files that are truncated, changed or inconsistent
-        +-- UnsupportedError          valid files that are not read (also a NotImplementedError)
-        +-- TargetError               a destination that cannot be written, or exists
-        +-- UnfinishedError           a conversion that stopped midway and can be resumed
-
-Each is also a ValueError, so that callers need not import reshard to catch them.
-A message is one line: what is wrong, both numbers, where, and what to try.
+Each is also a ValueError, and the builtin that fits, so that callers need not import reshard to
+catch them. A message is one line: what is wrong, both numbers, where, and what to try.
 """
 
 from __future__ import annotations
@@ -67,8 +35,8 @@ def needing_torch(what: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        advice = "it is not installed; try pip install torch"
-        raise ModuleNotFoundError(f"{what} needs torch: {advice}", name="torch") from None
+        text = f"{what} needs torch: it is not installed; try pip install torch"
+        raise ModuleNotFoundError(text, name="torch") from None
 
 
 class ReshardError(ValueError):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict
 from importlib import import_module
 from typing import Any
 
@@ -161,7 +161,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data."""
-        return dict(_plain(self))
+        return dict(json.loads(json.dumps(asdict(self))))  # type: ignore[call-overload]
 
     def to_json(self) -> str:
         """The report as JSON text."""
@@ -170,12 +170,3 @@ class Report:
     def _repr_html_(self) -> str:
         """The report as a cell of a notebook."""
         return str(import_module("reshard.show.page.notebook").text_cell(str(self)))
-
-
-def _plain(value: object) -> Any:
-    """Dataclasses as dicts of their fields, and tuples as lists."""
-    if is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, tuple | list) else value

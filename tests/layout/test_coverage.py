@@ -20,7 +20,6 @@ from reshard.layout.coverage import (
     first_overlap,
     grid_edges,
     missing_boxes,
-    one_missing_box,
     overlapping_pairs,
     repeated_boxes,
 )
@@ -90,14 +89,16 @@ def split_at_random(whole: Box, number: int, seed: int) -> list[Box]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_of_disjoint_boxes_one_missing_box_is_found(seed: int) -> None:
+def test_of_disjoint_boxes_a_missing_one_is_found(seed: int) -> None:
     whole = Box.whole((1 << 12, 1 << 10, 64))
     boxes = split_at_random(whole, 300, seed)
     Random(seed).shuffle(boxes)
     missing = boxes.pop()
     assert first_overlap(boxes) is None
-    assert one_missing_box(whole, boxes) in missing
-    assert sum(box.size for box in missing_boxes(whole, boxes)) == missing.size
+    gaps = missing_boxes(whole, boxes)
+    assert all(gap in missing for gap in gaps)
+    assert sum(gap.size for gap in gaps) == missing.size
+    assert len(gaps) < 20
     assert missing_boxes(whole, [*boxes, missing]) == repeated_boxes(whole, boxes) == ()
     twice = [*boxes, Box(missing.start, tuple(np.add(missing.start, 1)))]
     assert first_overlap([*boxes, boxes[7]]) == (7, len(boxes))
@@ -119,7 +120,6 @@ def test_many_boxes_take_no_time() -> None:
     assert len(grid_edges(grid) or ()) == 2
     missing, *rest = grid
     assert missing_boxes(whole, rest) == (missing,)
-    assert one_missing_box(whole, rest) == missing
     assert missing_boxes(Box.whole((4096, 9)), rows) == (Box((77, 0), (78, 9)),)
     assert time.process_time() - began < within(2.0)
 
@@ -127,13 +127,13 @@ def test_many_boxes_take_no_time() -> None:
 def test_boxes_without_any_order_are_refused() -> None:
     """Whether arbitrary overlapping boxes cover a tensor is NP-hard in the number of dims."""
     rng = np.random.default_rng(0)
-    start = rng.integers(0, 1000, (300, 5))
+    start = rng.integers(0, 1000, (1000, 5))
     stop = start + 1 + rng.integers(0, 1000 - start)
     boxes = [Box(tuple(a), tuple(b)) for a, b in zip(start.tolist(), stop.tolist(), strict=True)]
     whole = Box.whole((1000,) * 5)
     began = time.process_time()
-    with pytest.raises(CoverageError, match=r"300 boxes .* overlap so irregularly"):
+    with pytest.raises(CoverageError, match=r"1000 boxes .* overlap so irregularly"):
         missing_boxes(whole, boxes)
-    assert len(repeated_boxes(whole, boxes)) == MAX_REPEATED
+    assert MAX_REPEATED // 2 < len(repeated_boxes(whole, boxes)) <= MAX_REPEATED
     assert missing_boxes(whole, [*boxes, whole]) == ()
     assert time.process_time() - began < within(5.0)

@@ -7,6 +7,7 @@ import re
 import time
 from math import prod
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
@@ -287,6 +288,22 @@ def test_without(drawn: Drawn) -> None:
         assert less.pieces(rank, shape) == expected
     assert less.without(lost) == less
     assert layout.without([]) == layout
+
+
+def test_sizes_of_numpy_leave_no_trace_in_digests() -> None:
+    """The fingerprint of a layout is kept by its shape, and numpy's 6 equals 6."""
+    layout, other = rs.Layout.parse("tp=3: tp -"), rs.Layout.parse("x=3: x[2,2,2] ...")
+    assert layout.same_as(other, np.array([6, 5]))
+    spec = rs.TensorSpec((6, 5), "int8", layout)
+    fresh = rs.TensorSpec((6, 5), "int8", rs.Layout.parse("y=3: y -"))
+    assert hash(spec) == hash(fresh)
+    assert spec == fresh
+
+
+@pytest.mark.parametrize("layout", ["tp=2: tp", rs.Layout.from_boxes((2,), {})])
+def test_lost_ranks_are_a_list(layout: str | rs.Layout) -> None:
+    with pytest.raises(rs.ArgumentTypeError, match=r"without\(\) got 3: give the lost ranks"):
+        rs.Layout.of(layout).without(3)  # type: ignore[arg-type]
 
 
 def test_sixteen_thousand_ranks_answer_at_once() -> None:

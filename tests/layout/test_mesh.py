@@ -66,6 +66,13 @@ def test_texts(mesh: rs.Mesh, text: str) -> None:
     assert rs.Mesh.parse(text) == mesh
 
 
+def test_any_identifier_names_an_axis() -> None:
+    for name in ("self", "cls", "more", "axes", "text"):
+        mesh = rs.Mesh.parse(f"{name}=2")
+        assert mesh == rs.Mesh(**{name: 2}) == pickle.loads(pickle.dumps(mesh))
+        assert rs.Layout(mesh, f"{name} -").local_shape(1, (4, 2)) == (2, 2)
+
+
 def test_equality_is_of_axes_and_ranks() -> None:
     mesh = rs.Mesh(dp=2, tp=2)
     assert mesh == rs.Mesh(dp=2, tp=2, ranks=[0, 1, 2, 3])

@@ -7,7 +7,7 @@ import importlib.util
 import keyword
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
@@ -71,8 +71,8 @@ def first_sentence(text: str | None) -> str:
     >>> first_sentence("Cut a tensor: once.  Then more.")
     'Cut a tensor: once.'
     """
-    found = _SENTENCE.match((text or "").strip().partition("\n\n")[0])
-    return " ".join(found[0].split())[:300] if found else ""
+    sentence = _SENTENCE.match((text or "").strip().partition("\n\n")[0])
+    return " ".join(sentence[0].split())[:300] if sentence else ""
 
 
 def python_record(path: str, data: bytes) -> tuple[Record, str]:
@@ -80,39 +80,41 @@ def python_record(path: str, data: bytes) -> tuple[Record, str]:
     text = importlib.util.decode_source(data)
     tree = ast.parse(text)
     walk = _Walk(tree)
-    found = {}
+    words = {}
     for word, (in_code, code_line, in_text, text_line) in sorted(_words(text, walk).items()):
         kind = DEFINED if word in walk.defined else MENTIONED if in_code else IN_TEXT
         line = walk.defined.get(word) or code_line or text_line
-        found[word] = kind, line, in_code + in_text
+        words[word] = kind, line, in_code + in_text
     functions, classes = (
         sorted(some, key=lambda one: one.line) for some in (walk.functions, walk.classes)
     )
-    summary = first_sentence(ast.get_docstring(tree, clean=False))
-    counts = len(lines_of(text)), len(data)
-    return Record(
-        path, "python", *counts, summary, functions, classes, [], walk.imports, found
-    ), text  # fmt: skip
+    size, summary = (len(lines_of(text)), len(data)), first_sentence(ast.get_docstring(tree, False))
+    return Record(path, "python", *size, summary, functions, classes, [], walk.imports, words), text
 
 
 def _words(text: str, walk: _Walk) -> dict[str, list[int]]:
     """For each word: how often and where first, in code, and in comments and docstrings."""
-    starts = [0, *(found.end() for found in re.finditer("\n", text))]
+    line_of = _line_finder(text)
     words: dict[str, list[int]] = {}
     for token in _TOKEN.finditer(text):
         if token.lastgroup == "name":
-            seen = words.get(token[0])
-            if seen is not None and seen[0]:
-                seen[0] += 1
+            entry = words.get(token[0])
+            if entry is not None and entry[0]:
+                entry[0] += 1
             elif not keyword.iskeyword(token[0]):
-                seen = words.setdefault(token[0], [0, 0, 0, 0])
-                seen[:2] = [1, bisect_right(starts, token.start())]
-        elif token.lastgroup == "comment" or bisect_right(starts, token.start()) in walk.docstrings:
-            for found in _WORD.finditer(token[0]):
-                seen = words.setdefault(found[0], [0, 0, 0, 0])
-                seen[2] += 1
-                seen[3] = seen[3] or bisect_right(starts, token.start() + found.start())
+                words.setdefault(token[0], [0, 0, 0, 0])[:2] = [1, line_of(token.start())]
+        elif token.lastgroup == "comment" or line_of(token.start()) in walk.docstrings:
+            for word in _WORD.finditer(text, *token.span()):
+                entry = words.setdefault(word[0], [0, 0, 0, 0])
+                entry[2] += 1
+                entry[3] = entry[3] or line_of(word.start())
     return words
+
+
+def _line_finder(text: str) -> Callable[[int], int]:
+    """Finds the number of the line that a position is in."""
+    starts = [0, *(newline.end() for newline in re.finditer("\n", text))]
+    return lambda at: bisect_right(starts, at)
 
 
 class _Walk:
@@ -163,8 +165,8 @@ class _Walk:
         is_class = isinstance(node, ast.ClassDef)
         calls = sorted(self._visit(node, f"{name}.", name if is_class else owner))
         summary = first_sentence(ast.get_docstring(node, clean=False))
-        made = Definition(name, node.lineno, _signature(node), summary, calls)
-        (self.classes if is_class else self.functions).append(made)
+        definition = Definition(name, node.lineno, _signature(node), summary, calls)
+        (self.classes if is_class else self.functions).append(definition)
 
     def _import(self, node: ast.Import | ast.ImportFrom) -> None:
         names = [alias.name for alias in node.names]
@@ -210,18 +212,19 @@ def _signature(node: _Named) -> str:
 def markdown_record(path: str, data: bytes) -> tuple[Record, str]:
     """The record of a Markdown file: its headings, and the words of its code."""
     text = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
-    starts = [0, *(found.end() for found in re.finditer("\n", text))]
-    fences = [found.span(2) for found in _FENCED.finditer(text)]
-    prose = _FENCED.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
+    line_of = _line_finder(text)
+    code = [block.span(2) for block in _FENCED.finditer(text)]
+    prose = _FENCED.sub(lambda block: re.sub(r"[^\n]", " ", block[0]), text)
+    code += [ticked.span(1) for ticked in _TICKED.finditer(prose)]
     headings = [
-        Definition(found[2].rstrip("# \t"), bisect_right(starts, found.start()), found[1])
-        for found in _HEADING.finditer(prose)
+        Definition(heading[2].rstrip("# \t"), line_of(heading.start()), heading[1])
+        for heading in _HEADING.finditer(prose)
     ]
     words: dict[str, tuple[str, int, int]] = {}
-    for start, stop in sorted([*(one.span(1) for one in _TICKED.finditer(prose)), *fences]):
-        for found in _WORD.finditer(text, start, stop):
-            seen = words.get(found[0], (MENTIONED, bisect_right(starts, found.start()), 0))
-            words[found[0]] = (*seen[:2], seen[2] + 1)
+    for start, stop in sorted(code):
+        for word in _WORD.finditer(text, start, stop):
+            kind, line, count = words.get(word[0], (MENTIONED, line_of(word.start()), 0))
+            words[word[0]] = kind, line, count + 1
     summary, listed = headings[0].name if headings else "", dict(sorted(words.items()))
-    counts = len(lines_of(text)), len(data)
-    return Record(path, "markdown", *counts, summary, [], [], headings, [], listed), text
+    size = len(lines_of(text)), len(data)
+    return Record(path, "markdown", *size, summary, [], [], headings, [], listed), text

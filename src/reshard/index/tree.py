@@ -9,8 +9,8 @@ import posixpath
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from urllib.parse import quote
@@ -57,17 +57,6 @@ class IndexReport:
         return "\n".join([f"indexed {counts}: see {self.out}/index.md", *skipped])
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    """What stays in memory of one file."""
-
-    path: str
-    module: str
-    summary: str
-    imports: tuple[tuple[str, str, tuple[str, ...]], ...]
-    """(module as it is written, its absolute name, names taken from it)."""
-
-
 def build(source: str | Path, out: str | Path) -> IndexReport:
     """Write the pages and records of all Python and Markdown files under a folder.
 
@@ -78,10 +67,9 @@ def build(source: str | Path, out: str | Path) -> IndexReport:
         raise PathError(f"{quoted(str(source))} is not a folder: name the folder of a source tree")
     if target.is_dir() and any(target.iterdir()) and not (target / "index.json").is_file():
         raise ArgumentError(f"{quoted(str(out))} has files that are no index: name a new folder")
-    files: list[_File] = []
+    records: list[Record] = []
     skipped: list[tuple[str, str]] = []
-    words: dict[str, list[int]] = {}
-    lines = 0
+    keywords: dict[str, list[int]] = {}
     for path in _paths(root, target):
         try:
             record = _write_file(root, target, path)
@@ -90,18 +78,19 @@ def build(source: str | Path, out: str | Path) -> IndexReport:
             skipped.append((name, " ".join(str(error).split())[:200] or type(error).__name__))
             continue
         for word, (kind, line, count) in record.identifiers.items():
-            # Occurrences, files, and where it is defined or first found.
-            seen = words.setdefault(word, [0, 0, len(files), line, 0])
-            seen[0] += count
-            seen[1] += 1
-            if kind == DEFINED and not seen[4]:
-                seen[2:] = [len(files), line, 1]
-        files.append(_remembered(root, record))
-        lines += record.lines
-    _write_links(target, files)
-    _write_folders(target, files, skipped)
-    _write_letters(target, files, words)
-    report = IndexReport(str(out), len(files), lines, len(words), tuple(skipped))
+            # Occurrences, files, and where it is defined or first mentioned.
+            entry = keywords.setdefault(word, [0, 0, len(records), line, 0])
+            entry[0] += count
+            entry[1] += 1
+            if kind == DEFINED and not entry[4]:
+                entry[2:] = [len(records), line, 1]
+        # Later pages need its path, summary and imports; the rest would fill memory.
+        records.append(replace(record, functions=[], classes=[], identifiers={}))
+    _write_links(root, target, records)
+    _write_folders(target, records, skipped)
+    _write_letters(target, records, keywords)
+    lines = sum(record.lines for record in records)
+    report = IndexReport(str(out), len(records), lines, len(keywords), tuple(skipped))
     _write(target / "index.json", json.dumps({**report.to_dict(), "out": "."}, indent=1) + "\n")
     return report
 
@@ -130,100 +119,104 @@ def _write_file(root: Path, target: Path, path: str) -> Record:
     return record
 
 
-def _remembered(root: Path, record: Record) -> _File:
-    path = (root / record.path).with_suffix("")
-    names = [] if path.name == "__init__" else [path.name]
-    while (path.parent / "__init__.py").is_file():  # up to the first folder that is no package
-        path = path.parent
-        names.insert(0, path.name)
-    package = names if record.path.endswith("__init__.py") else names[:-1]
-    imports = []
-    for written, _, taken in record.imports:
-        dots = len(written) - len(written.lstrip("."))
-        base = package[: len(package) - dots + 1] if dots else []
-        absolute = ".".join([*base, written.lstrip(".")]).strip(".")
-        imports.append((written, absolute, tuple(taken)))
-    return _File(record.path, ".".join(names), record.summary, tuple(imports))
-
-
-def _write_links(target: Path, files: list[_File]) -> None:
+def _write_links(root: Path, target: Path, records: Sequence[Record]) -> None:
     """Add to each page who imports the file, what it depends on, and which tests mention it."""
-    modules = {file.module: file.path for file in files if file.module}
+    packages: dict[str, list[str]] = {}
+    modules: dict[str, str] = {}
+    for record in records:
+        file = (root / record.path).with_suffix("")
+        names = [file.name]
+        while (file.parent / "__init__.py").is_file():  # up to the first folder that is no package
+            file = file.parent
+            names.insert(0, file.name)
+        packages[record.path] = names[:-1]
+        modules[".".join(names).removesuffix(".__init__")] = record.path
+    imports = {one.path: [*_imported(one, packages[one.path])] for one in records}
     tops = {module.partition(".")[0] for module in modules}
     importers: dict[str, set[str]] = defaultdict(set)
-    for file in files:
-        for _, module, names in file.imports:
-            for name in (module, *(f"{module}.{name}" for name in names)):
-                if name in modules and modules[name] != file.path:
-                    importers[modules[name]].add(file.path)
-    for file in files:
-        here = f"{file.path}.md"
+    for path, imported in imports.items():
+        for _, module, _ in imported:
+            if modules.get(module, path) != path:
+                importers[modules[module]].add(path)
+    for path, imported in imports.items():
+        here = f"{path}.md"
         kinds: dict[str, set[str]] = {"Standard library": set(), "Third party": set(), "Own": set()}
-        for written, module, names in file.imports:
-            top = module.partition(".")[0]
-            own = module in modules or written.startswith(".") or top in tops
-            is_standard = top in sys.stdlib_module_names
-            kind = "Own" if own else "Standard library" if is_standard else "Third party"
-            path = modules.get(module)
-            kinds[kind].add(_link(written, f"{path}.md", here) if path else _plain(written))
-            dotted = written if written.endswith(".") else f"{written}."
-            for name in names:
-                path = modules.get(f"{module}.{name}")
-                kinds[kind] |= {_link(f"{dotted}{name}", f"{path}.md", here)} if path else set()
-        users = {user: _link(user, f"{user}.md", here) for user in sorted(importers[file.path])}
+        for written, module, is_module in imported:
+            if module in modules:
+                kinds["Own"].add(_link(written, f"{modules[module]}.md", here))
+            elif is_module:
+                top = module.partition(".")[0]
+                own = written.startswith(".") or top in tops
+                kind = "Standard library" if top in sys.stdlib_module_names else "Third party"
+                kinds["Own" if own else kind].add(_plain(written))
+        users = {user: _link(user, f"{user}.md", here) for user in sorted(importers[path])}
         parts = [*_listing("Imported by", users.values()), "## Dependencies\n"]
-        for kind, found in kinds.items():
-            parts += _listing(kind, sorted(found))
+        for kind, links in kinds.items():
+            parts += _listing(kind, sorted(links))
         tests = (link for user, link in users.items() if _TEST.search(f"/{user}"))
         parts += ["## Tests\n", *_listing("Tests that mention it", tests)]
         page = (target / here).read_text(encoding="utf-8", errors="surrogateescape")
         _write(target / here, page.replace(LINKS, "\n".join(parts), 1))
 
 
-def _write_folders(target: Path, files: list[_File], skipped: list[tuple[str, str]]) -> None:
-    held: dict[str, list[_File]] = defaultdict(list)
-    inner: dict[str, set[str]] = defaultdict(set)
-    for file in files:
-        folder = posixpath.dirname(file.path)
-        held[folder].append(file)
+def _imported(record: Record, package: list[str]) -> Iterator[tuple[str, str, bool]]:
+    """(as written, absolute name, whether it must be a module) of imports and imported names."""
+    for written, _, names in record.imports:
+        name = written.lstrip(".")
+        level = len(written) - len(name)
+        base = package[: len(package) - level + 1] if level else []
+        module = ".".join([*base, name]).strip(".")
+        yield written, module, True
+        dotted = written if written.endswith(".") else f"{written}."
+        yield from ((f"{dotted}{name}", f"{module}.{name}", False) for name in names)
+
+
+def _write_folders(
+    target: Path, records: Sequence[Record], skipped: Sequence[tuple[str, str]]
+) -> None:
+    files: dict[str, list[Record]] = defaultdict(list)
+    folders: dict[str, set[str]] = defaultdict(set)
+    for record in records:
+        folder = posixpath.dirname(record.path)
+        files[folder].append(record)
         while folder:
-            inner[posixpath.dirname(folder)].add(folder)
+            folders[posixpath.dirname(folder)].add(folder)
             folder = posixpath.dirname(folder)
-    for folder in {"", *held, *inner}:
+    for folder in {"", *files, *folders}:
         here = posixpath.join(folder, "index.md")
         up = posixpath.join(posixpath.dirname(folder), "index.md")
         parts = [f"# {_plain(folder or '.')}\n", *([_link("up", up, here), ""] if folder else [])]
-        names = sorted(inner[folder])
-        parts += _listing(
-            "Folders", (_link(f"{name}/", f"{name}/index.md", here) for name in names)
-        )
-        parts += _listing("Files", (
+        links = (_link(f"{name}/", f"{name}/index.md", here) for name in sorted(folders[folder]))
+        lines = (
             f"{_link(posixpath.basename(one.path), f'{one.path}.md', here)} "
             f"({_link('keywords', f'{one.path}.keywords.md', here)}) {_plain(one.summary)}".rstrip()
-            for one in held[folder]
-        ))  # fmt: skip
+            for one in files[folder]
+        )
+        parts += [*_listing("Folders", links), *_listing("Files", lines)]
         if not folder:
             parts += _listing("All keywords", ["[A to Z](A-Z.md)", "[search](search.html)"])
-            parts += _listing(
-                "Skipped", (f"{_plain(path)}: {_plain(why)}" for path, why in skipped)
-            )
+            lines = (f"{_plain(path)}: {_plain(why)}" for path, why in skipped)
+            parts += _listing("Skipped", lines)
         _write(target / here, "\n".join(parts))
 
 
-def _write_letters(target: Path, files: list[_File], words: dict[str, list[int]]) -> None:
+def _write_letters(
+    target: Path, records: Sequence[Record], keywords: Mapping[str, Sequence[int]]
+) -> None:
     """The A to Z of the whole tree, one page per letter, and a page that searches definitions."""
     letters: dict[str, list[str]] = defaultdict(list)
-    for word in sorted(words, key=_order):
-        count, num_files, index, line, defined = words[word]
-        letter = _letter_of(word)
-        where = _link(word, f"{files[index].path}.md", f"A-Z/{letter}.md", line)
+    definitions = []
+    for word in sorted(keywords, key=_order):
+        count, num_files, index, line, defined = keywords[word]
+        path, letter = records[index].path, _letter_of(word)
+        where = _link(word, f"{path}.md", f"A-Z/{letter}.md", line)
         letters[letter].append(f"{where} {'defined, ' * defined}{count} in {num_files} files")
+        definitions += [[word, path, line]] * defined
     for letter, lines in letters.items():
         _write(target / f"A-Z/{letter}.md", "\n".join(_listing(letter, lines)))
-    names = [f"[{letter}](A-Z/{letter}.md) {len(letters[letter])}" for letter in sorted(letters)]
-    _write(target / "A-Z.md", "\n".join(_listing("A to Z", names)))
-    found = [[word, files[seen[2]].path, seen[3]] for word, seen in words.items() if seen[4]]
-    data = json.dumps(sorted(found), ensure_ascii=False, separators=(",", ":"))
+    pages = [f"[{letter}](A-Z/{letter}.md) {len(letters[letter])}" for letter in sorted(letters)]
+    _write(target / "A-Z.md", "\n".join(_listing("A to Z", pages)))
+    data = json.dumps(sorted(definitions), ensure_ascii=False, separators=(",", ":"))
     _write(target / "search.html", _SEARCH.replace("DATA", data.replace("<", "\\u003c")))
 
 
@@ -354,19 +347,18 @@ def _kinds(record: Record) -> dict[str, list[tuple[str, int, int, str]]]:
         "Classes": [(one.name.rpartition(".")[2], one.line) for one in record.classes],
         "Imports": imports,
     }
-    found: dict[str, list[tuple[str, int, int, str]]] = {}
+    rest = dict(record.identifiers)
+    kinds: dict[str, list[tuple[str, int, int, str]]] = {}
     for kind, listed in pairs.items():
         first = dict(reversed(listed))
         counts = {word: record.identifiers.get(word, ("", 0, 1))[2] for word in first}
-        found[kind] = [(word, first[word], counts[word], "") for word in sorted(first, key=_order)]
-    code = "Identifiers" if record.language == "python" else "Code words"
-    listed_words = {word for words in found.values() for word, *_ in words}
-    found[code] = [
+        kinds[kind] = [(word, first[word], counts[word], "") for word in sorted(first, key=_order)]
+        rest = {word: entry for word, entry in rest.items() if word not in first}
+    kinds["Identifiers" if record.language == "python" else "Code words"] = [
         (word, line, count, "" if kind == MENTIONED else f" ({kind})")
-        for word in sorted(record.identifiers.keys() - listed_words, key=_order)
-        for kind, line, count in [record.identifiers[word]]
+        for word, (kind, line, count) in sorted(rest.items(), key=lambda item: _order(item[0]))
     ]
-    return {kind: words for kind, words in found.items() if words}
+    return {kind: words for kind, words in kinds.items() if words}
 
 
 def _order(word: str) -> tuple[str, str]:

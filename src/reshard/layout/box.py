@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from operator import index, sub
+from operator import ge, index, le, mul, sub
 
 from reshard.errors import BoxError, LayoutError
 
@@ -76,8 +76,7 @@ class Box:
 
     def __contains__(self, other: Box) -> bool:
         self._same_dims(other)
-        inside = all(a <= b for a, b in zip(self.start, other.start, strict=True))
-        inside = inside and all(a >= b for a, b in zip(self.stop, other.stop, strict=True))
+        inside = all(map(le, self.start, other.start)) and all(map(ge, self.stop, other.stop))
         return inside or other.size == 0
 
     def __and__(self, other: Box) -> Box:
@@ -123,6 +122,22 @@ class Box:
                 f"box {self} has {len(self.start)} dims and box {other} has {len(other.start)}: "
                 "only boxes of one tensor can be compared"
             )
+
+
+def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """The sizes of a shape; refuses negative ones, and what is no shape.
+
+    >>> check_shape([8, 4])
+    (8, 4)
+    """
+    try:
+        sizes = tuple(map(index, shape))
+    except TypeError:
+        raise LayoutError(f"{shape!r} is no shape: give sizes, such as (8192, 4096)") from None
+    for dim, size in enumerate(sizes):
+        if size < 0:
+            raise LayoutError(f"shape {sizes} has size {size} in dim {dim}: sizes are >= 0")
+    return sizes
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
@@ -171,6 +186,28 @@ def length_of(intervals: Iterable[Interval]) -> int:
     return sum(stop - start for start, stop in intervals)
 
 
+def select(intervals: Sequence[Interval], positions: list[Interval]) -> list[Interval]:
+    """The elements at these positions of a list of intervals; both are in rising order.
+
+    >>> select([(0, 4), (10, 14)], [(1, 2), (3, 6)])
+    [(1, 2), (3, 4), (10, 12)]
+    """
+    if len(intervals) == 1 and intervals[0][0] == 0:
+        return positions
+    chosen, at, before = list[Interval](), 0, 0
+    for start, stop in intervals:
+        after = before + stop - start
+        while at < len(positions) and positions[at][0] < after:
+            low, high = max(positions[at][0], before), min(positions[at][1], after)
+            if low < high:
+                chosen.append((start + low - before, start + high - before))
+            if positions[at][1] > after:
+                break
+            at += 1
+        before = after
+    return chosen
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A box that a rank holds, and where it sits in that rank's local tensor, in elements."""
@@ -180,43 +217,41 @@ class Piece:
     strides: tuple[int, ...]
 
 
-def pieces_of_local(
-    intervals: Sequence[Sequence[Interval]], local: Box, offset: int
+def local_pieces(
+    intervals: Sequence[Sequence[Interval]], ranges: Iterable[Interval] | None
 ) -> Iterator[Piece]:
-    """The global boxes behind a box of the local tensor whose first element sits at ``offset``."""
-    strides = row_major([*map(length_of, intervals)])
-    start = offset - sum(i * s for i, s in zip(local.start, strides, strict=True))
+    """The pieces of a rank that holds these intervals of each dim, in their local order.
+
+    Of a flattened tensor it keeps only these ranges of what it would hold.
+    """
+    local = [*map(length_of, intervals)]
+    parts: Iterable[Box] = [Box.whole(local)]
+    if ranges is not None:
+        parts = (part for low, high in ranges for part in flat_range(local, low, high))
+    strides, offset = row_major(local), 0
+    for part in parts:
+        yield from _global_pieces(intervals, part, strides, offset)
+        offset += part.size
+
+
+def _global_pieces(
+    intervals: Sequence[Sequence[Interval]], local: Box, strides: tuple[int, ...], offset: int
+) -> Iterator[Piece]:
+    """The global boxes behind a box of the local tensor whose first element is at ``offset``."""
+    base = offset - sum(map(mul, local.start, strides))
     per_dim = [*map(list, map(_slices, intervals, local.start, local.stop))]
-    if prod(map(len, per_dim)) > MAX_PIECES:
+    count = prod(map(len, per_dim))
+    if count > MAX_PIECES:
         raise LayoutError(
-            f"a rank holds {prod(map(len, per_dim))} pieces, at most {MAX_PIECES} work: "
-            "use larger blocks"
+            f"a rank holds {count} pieces, at most {MAX_PIECES} work: use larger blocks"
         )
-    for parts in product(*per_dim):
-        box = Box(tuple(part[0] for part in parts), tuple(part[1] for part in parts))
-        at = sum(part[2] * stride for part, stride in zip(parts, strides, strict=True))
-        if box.size:
-            yield Piece(box, start + at, strides)
+    for slices in product(*per_dim):
+        starts, stops, positions = zip(*slices, strict=True) if slices else ((), (), ())
+        yield Piece(Box(starts, stops), base + sum(map(mul, positions, strides)), strides)
 
 
 def _slices(intervals: Sequence[Interval], low: int, high: int) -> Iterator[tuple[int, int, int]]:
     """The global slices (start, stop) of local positions low to high, and where each begins."""
-    before = 0
-    for start, stop in intervals:
-        first, last = max(low, before), min(high, before + stop - start)
-        if first < last:
-            yield start + first - before, start + last - before, first
-        before += stop - start
-
-
-def pieces_of_flat(
-    intervals: Sequence[Sequence[Interval]], local: tuple[int, ...], ranges: Iterable[Interval]
-) -> Iterator[Piece]:
-    """The pieces of a flattened local tensor of which only these ranges are kept."""
-    before = 0
-    for low, high in ranges:
-        at = before
-        for box in flat_range(local, low, high):
-            yield from pieces_of_local(intervals, box, at)
-            at += box.size
-        before += high - low
+    for start, stop in select(intervals, [(low, high)]):
+        yield start, stop, low
+        low += stop - start

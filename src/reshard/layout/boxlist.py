@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 import numpy as np
 
 from reshard.layout.box import Box, Interval, Piece, length_of, row_major
 from reshard.layout.columns import Ints, contained, offsets, sized_cache, spread
 from reshard.layout.coverage import box_columns, overlapping_pairs
-from reshard.layout.grid import DimTable, Grid, grids_of
+from reshard.layout.grid import Grid, grids_of
 from reshard.layout.layout import BoxLayout, Layout, Owners
 from reshard.layout.words import is_mixed
 
@@ -53,12 +52,12 @@ def listed_of(layout: Layout, shape: tuple[int, ...]) -> Listed:
         layout = Layout(layout.mesh, replace(layout.words, without=()))
     grids = grids_of(layout, shape)
     if grids is not None:
-        return _merge([_list_grid(grid, lost) for grid in grids])
+        return _list_grids(grids, np.array(lost, dtype=np.int64))
     columns = {
         rank: piece_columns(layout, rank, shape) for rank in layout.ranks if rank not in lost
     }
-    alike = not isinstance(layout, BoxLayout) and not any(map(is_mixed, layout.dims(shape)))
-    alike = alike and not is_mixed(layout.words.flat)
+    cuts = (*layout.dims(shape), layout.words.flat)
+    alike = not isinstance(layout, BoxLayout) and not any(map(is_mixed, cuts))
     listed = _grouped(columns, len(shape), alike)
     return listed if alike else _disjoint(listed)
 
@@ -76,68 +75,65 @@ def piece_columns(layout: Layout, rank: int, shape: tuple[int, ...]) -> Columns:
         pieces = layout.pieces(rank, shape)
         starts, stops = box_columns([piece.box for piece in pieces], len(shape))
         steps = np.array([piece.strides for piece in pieces], dtype=np.int64)
-        offsets = np.array([piece.offset for piece in pieces], dtype=np.int64)
-        return starts, stops, steps.reshape(starts.shape), offsets
-    local = tuple(map(length_of, intervals))
+        places = np.array([piece.offset for piece in pieces], dtype=np.int64)
+        return starts, stops, steps.reshape(starts.shape), places
+    local = [*map(length_of, intervals)]
     low, high = np.array(ranges, dtype=np.int64).T
-    of, starts, stops = _flat_boxes(local, low, high)
-    strides = row_major(local)
-    for dim, (mine, step) in enumerate(zip(intervals, strides, strict=True)):
-        starts, stops, of = _on_intervals(starts, stops, of, dim, mine, step)
-    before = np.cumsum(high - low) - (high - low)
-    # The last column of `starts` is where a box begins in the flattened tensor.
-    offsets = starts[:, -1] - low[of] + before[of]
-    order = np.argsort(offsets)
+    shapes = np.broadcast_to(np.array(local, dtype=np.int64), (len(low), len(local)))
+    _, starts, widths = flat_boxes(shapes, low, high)
+    stops, sizes, strides = starts + widths, widths.prod(axis=1), row_major(local)
+    places = np.cumsum(sizes) - sizes
+    for dim, (mine, stride) in enumerate(zip(intervals, strides, strict=True)):
+        starts, stops, places = _on_intervals(starts, stops, places, dim, mine, stride)
+    order = np.argsort(places)
     steps = np.broadcast_to(np.array(strides, dtype=np.int64), stops.shape)
-    return starts[order, :-1], stops[order], steps, offsets[order]
+    return starts[order], stops[order], steps, places[order]
 
 
-def _flat_boxes(shape: tuple[int, ...], low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
-    """The boxes of many ranges of a flattened tensor, as `flat_range` cuts each: the range of each
-    box, its starts and a last column of zeros, its stops."""
-    if not shape:
-        none = np.zeros((len(low), 0), dtype=np.int64)
-        return np.arange(len(low)), np.zeros((len(low), 1), np.int64), none
-    inner = prod(shape[1:])
-    first, last = -(-low // inner), high // inner
-    head, tail, inside = low - (first - 1) * inner, high - last * inner, first > last
-    ragged = [
-        (inside, last, low - last * inner, tail),
-        (~inside & (head < inner), first - 1, head, np.full_like(low, inner)),
-        (~inside & (tail > 0), last, np.zeros_like(low), tail),
-    ]
-    row = np.concatenate([np.flatnonzero(some) for some, *_ in ragged])
-    index, begin, end = (
-        np.concatenate([part[column][part[0]] for part in ragged]) for column in (1, 2, 3)
-    )
-    of, starts, stops = _flat_boxes(shape[1:], begin, end)
-    middle = np.flatnonzero(first < last)
-    starts = np.concatenate([index[of, None], starts], axis=1)
-    stops = np.concatenate([index[of, None] + 1, stops], axis=1)
-    more = np.zeros((len(middle), starts.shape[1]), dtype=np.int64)
-    more[:, 0] = first[middle]
-    ends = np.tile(np.array(shape, dtype=np.int64), (len(middle), 1))
-    ends[:, 0] = last[middle]
-    return (
-        np.concatenate([row[of], middle]),
-        np.concatenate([starts, more]),
-        np.concatenate([stops, ends]),
-    )
+def flat_boxes(shapes: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
+    """Ranges of flattened boxes of these shapes as boxes: the range of each, its start and width.
+
+    Dim by dim: what covers whole indices is a box; a ragged head and a ragged tail are ranges of
+    one index, which the next dim divides further. Boxes are in the order of their elements.
+    """
+    row, low, at = np.arange(len(start)), np.zeros_like(shapes), np.zeros_like(start)
+    done: list[tuple[Ints, Ints, Ints, Ints]] = []
+    for dim in range(shapes.shape[1]):
+        inner = np.prod(shapes[:, dim + 1 :], axis=1, dtype=np.int64)[row]
+        first, last = start // inner, (stop - 1) // inner
+        body_from, body_to = -(-start // inner), stop // inner
+        body = np.flatnonzero(body_from < body_to)
+        box, width = low[body], shapes[row[body]]
+        box[:, dim] = body_from[body]
+        width[:, :dim] = 1
+        width[:, dim] = (body_to - body_from)[body]
+        done.append((row[body], (at + body_from * inner)[body], box, width))
+        ragged = start % inner != 0
+        head = np.flatnonzero(ragged)
+        tail = np.flatnonzero((stop % inner != 0) & ((first < last) | ~ragged))
+        rest, index = np.concatenate([head, tail]), np.concatenate([first[head], last[tail]])
+        inner, skipped = inner[rest], index * inner[rest]
+        start, stop = np.maximum(start[rest] - skipped, 0), np.minimum(stop[rest] - skipped, inner)
+        row, low, at = row[rest], low[rest], at[rest] + skipped
+        low[:, dim] = index
+    row, at, low, width = (np.concatenate(columns) for columns in zip(*done, strict=True))
+    order = np.lexsort((at, row))
+    return row[order], low[order], width[order]
 
 
 def _on_intervals(
-    starts: Ints, stops: Ints, of: Ints, dim: int, intervals: Sequence[Interval], step: int
+    starts: Ints, stops: Ints, places: Ints, dim: int, intervals: Sequence[Interval], stride: int
 ) -> tuple[Ints, Ints, Ints]:
-    """Boxes of the local tensor, cut where a dim's intervals of the whole tensor begin."""
+    """Boxes of the local tensor, split where a dim's intervals of the whole tensor begin."""
     low, high = np.array(intervals, dtype=np.int64).reshape(-1, 2).T
     edge = offsets(high - low)
     first = np.searchsorted(edge, starts[:, dim], side="right") - 1
     box, at = spread(first, np.searchsorted(edge, stops[:, dim], side="left") - first)
     starts, stops = starts[box], stops[box]
     begin, end = np.maximum(starts[:, dim], edge[at]), np.minimum(stops[:, dim], edge[at + 1])
-    starts[:, -1] += begin * step
+    places = places[box] + (begin - starts[:, dim]) * stride
     starts[:, dim], stops[:, dim] = (low - edge[:-1])[at] + begin, (low - edge[:-1])[at] + end
-    return starts, stops, of[box]
+    return starts, stops, places
 
 
 def _grouped(columns: Mapping[int, Columns], num_dims: int, alike: bool) -> Listed:
@@ -145,9 +141,8 @@ def _grouped(columns: Mapping[int, Columns], num_dims: int, alike: bool) -> List
     none = np.zeros((0, num_dims), dtype=np.int64)
     starts = np.concatenate([none, *(one[0] for one in columns.values())])
     stops = np.concatenate([none, *(one[1] for one in columns.values())])
-    ranks = np.repeat(
-        np.array([*columns], dtype=np.int64), [len(one[0]) for one in columns.values()]
-    )
+    counts = [len(one[0]) for one in columns.values()]
+    ranks = np.repeat(np.array([*columns], dtype=np.int64), counts)
     corners = starts if alike else np.concatenate([starts, stops], axis=1)
     order = np.lexsort([ranks, *corners.T[::-1]])
     starts, stops, ranks, corners = starts[order], stops[order], ranks[order], corners[order]
@@ -157,26 +152,19 @@ def _grouped(columns: Mapping[int, Columns], num_dims: int, alike: bool) -> List
     return Listed(starts[first], stops[first], np.append(first, len(starts)), ranks)
 
 
-def _list_grid(grid: Grid, lost: Sequence[int]) -> Listed:
-    starts, stops, regions = grid.boxes()
-    ranks = grid.holders(regions)
-    kept = ~contained(ranks, np.array(lost, dtype=np.int64))
-    return Listed(starts, stops, offsets(kept.sum(axis=1)), ranks[kept])
-
-
-def _merge(lists: list[Listed]) -> Listed:
-    """One list of several, in the order of the boxes, without boxes that no rank holds."""
-    starts = np.concatenate([listed.starts for listed in lists])
-    counts = np.concatenate([np.diff(listed.first) for listed in lists])
+def _list_grids(grids: Sequence[Grid], lost: Ints) -> Listed:
+    """The boxes of grids in order, without those that no rank holds."""
+    columns = []
+    for grid in grids:
+        starts, stops, regions = grid.boxes()
+        ranks = grid.holders(regions)
+        kept = ~contained(ranks, lost)
+        columns.append((starts, stops, kept.sum(axis=1), ranks[kept]))
+    starts, stops, counts, ranks = map(np.concatenate, zip(*columns, strict=True))
     order = np.lexsort(starts.T[::-1]) if starts.shape[1] else np.arange(len(starts))
     order = order[counts[order] > 0]
     _, at = spread(offsets(counts)[order], counts[order])
-    return Listed(
-        starts[order],
-        np.concatenate([listed.stops for listed in lists])[order],
-        offsets(counts[order]),
-        np.concatenate([listed.holders for listed in lists])[at],
-    )
+    return Listed(starts[order], stops[order], offsets(counts[order]), ranks[at])
 
 
 def _disjoint(listed: Listed) -> Listed:
@@ -186,19 +174,19 @@ def _disjoint(listed: Listed) -> Listed:
     crossing = {*left[left != right].tolist()}
     if not crossing:
         return listed
-    done: list[tuple[Box, set[int]]] = []
+    boxes: list[tuple[Box, set[int]]] = []
     apart: list[tuple[Box, set[int]]] = []
     for number, (start, stop) in enumerate(zip(*corners, strict=True)):
         box, ranks = Box(tuple(start), tuple(stop)), {*listed.of(number).tolist()}
         if number in crossing:
             apart = _insert(apart, box, ranks)
         else:
-            done.append((box, ranks))
-    held = sorted([*done, *apart], key=lambda one: one[0])
+            boxes.append((box, ranks))
+    boxes = sorted([*boxes, *apart], key=lambda entry: entry[0])
     return Listed(
-        *box_columns([box for box, _ in held], listed.starts.shape[1]),
-        offsets(np.array([len(ranks) for _, ranks in held], dtype=np.int64)),
-        np.array([rank for _, ranks in held for rank in sorted(ranks)], dtype=np.int64),
+        *box_columns([box for box, _ in boxes], listed.starts.shape[1]),
+        offsets(np.array([len(ranks) for _, ranks in boxes], dtype=np.int64)),
+        np.array([rank for _, ranks in boxes for rank in sorted(ranks)], dtype=np.int64),
     )
 
 
@@ -206,8 +194,7 @@ def _insert(
     apart: list[tuple[Box, set[int]]], box: Box, ranks: set[int]
 ) -> list[tuple[Box, set[int]]]:
     """Add a box to disjoint boxes, splitting both where they overlap."""
-    result: list[tuple[Box, set[int]]] = []
-    rest = [box]
+    result, rest = list[tuple[Box, set[int]]](), [box]
     for other, others in apart:
         common = box & other
         if not common.size:
@@ -220,31 +207,19 @@ def _insert(
 
 
 def owners(layout: Layout, box: Box, shape: tuple[int, ...]) -> tuple[Owners, ...]:
-    """Who holds the data inside a box, by arithmetic where the layout is regular."""
+    """Who holds the data inside a box: disjoint boxes in order, each with all its holders."""
     layout.dims(shape)
     box = Box.whole(shape) & box
-    grids = grids_of(layout, shape)
-    if grids is None:
-        listed = listed_of(layout, shape)
-    else:
-        listed = _merge([_list_grid(_near(grid, box), ()) for grid in grids])
-    found: list[Owners] = []
+    listed = listed_of(layout, shape)
     here = box_columns([box] if box.size else [], len(shape))
-    for i in overlapping_pairs(*here, listed.starts, listed.stops)[1].tolist():
-        whole = Box(tuple(listed.starts[i]), tuple(listed.stops[i]))
-        found.append(Owners(whole & box, tuple(map(int, listed.of(i)))))
-    return tuple(sorted(found, key=lambda owner: owner.box))
-
-
-def _near(grid: Grid, box: Box) -> Grid:
-    """A grid of the intervals that meet a box."""
-    dims = []
-    for dim, low, high in zip(grid.dims, box.start, box.stop, strict=True):
-        first = np.searchsorted(dim.stops, low, side="right")
-        kept = slice(first, max(first, np.searchsorted(dim.starts, high, side="left")))
-        parts = dim.starts[kept], dim.stops[kept], dim.parts[kept]
-        dims.append(DimTable(*parts, dim.places, dim.axes))
-    return replace(grid, dims=tuple(dims))
+    parts = [
+        Owners(
+            box & Box(tuple(listed.starts[row]), tuple(listed.stops[row])),
+            tuple(listed.of(row).tolist()),
+        )
+        for row in overlapping_pairs(*here, listed.starts, listed.stops)[1]
+    ]
+    return tuple(sorted(parts, key=lambda part: part.box))
 
 
 class LocalPieces:

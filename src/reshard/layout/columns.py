@@ -97,8 +97,7 @@ def contained(values: Ints, others: Ints) -> NDArray[np.bool_]:
     if not len(rising):
         return np.zeros(values.shape, dtype=bool)
     at = np.minimum(np.searchsorted(rising, values), len(rising) - 1)
-    found: NDArray[np.bool_] = rising[at] == values
-    return found
+    return np.asarray(rising[at] == values)
 
 
 def mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -145,8 +144,8 @@ class SizedCache(Generic[K, V]):
         self._total = 0
 
     def get(self, key: K) -> V | None:
-        found = self._values.get(key)
-        return None if found is None else found[0]
+        entry = self._values.get(key)
+        return None if entry is None else entry[0]
 
     def put(self, key: K, value: V, num_bytes: int) -> V:
         """Keep a value of about this size, unless another thread has kept one; gives that kept."""
@@ -162,13 +161,12 @@ class SizedCache(Generic[K, V]):
 
         The newest is dropped only if it is too large on its own.
         """
-        sizes = [(one, size) for one, (_, size) in [*self._values.items()]]
+        sizes = [(key, size) for key, (_, size) in [*self._values.items()]]
         total = sum(size for _, size in sizes)
-        for number, (one, size) in enumerate(sizes, 1):
-            newest = number == len(sizes)
-            if total <= (self.max_bytes if newest else self.max_bytes * 7 // 8):
+        for key, size in sizes:
+            if total <= (self.max_bytes if key is sizes[-1][0] else self.max_bytes * 7 // 8):
                 break
-            self._values.pop(one, None)
+            self._values.pop(key, None)
             total -= size
         self._total = total
 
@@ -182,15 +180,15 @@ def sized_cache(
     """
 
     def decorate(compute: Callable[P, V]) -> Callable[P, V]:
-        kept: SizedCache[Hashable, V] = SizedCache(max_bytes)
+        cache: SizedCache[Hashable, V] = SizedCache(max_bytes)
 
         @wraps(compute)
         def call(*args: P.args, **kwargs: P.kwargs) -> V:
-            found = kept.get(args)
-            if found is not None:
-                return found
+            kept = cache.get(args)
+            if kept is not None:
+                return kept
             result = compute(*args, **kwargs)
-            return result if result is None else kept.put(args, result, num_bytes(result, *args))
+            return result if result is None else cache.put(args, result, num_bytes(result, *args))
 
         return call
 

@@ -11,13 +11,13 @@ any two. The remaining boxes are compared in pairs that meet in the dim where th
     +-----+---+        |     |   |
                        +-----+---+
 
-Gaps. A regular grid, or disjoint boxes of the right total size, have none. Otherwise a sweep visits
-the slabs between neighbouring edges of dim 0: inside a slab the set of boxes is constant, so the
-question is the same one with a dim less.
+Gaps. A regular grid, or disjoint boxes of the right total size, have none. Otherwise the region is
+halved at an edge of a box, and each half is the same question, until boxes span a half or none is
+in it.
 
-    dim 0   0     2     5     6         slab [0:2]  boxes A, B    dim 1: covered
-            +--A--+--C--+     |         slab [2:5]  box C         dim 1: half covered
-            +--B--+                     slab [5:6]  no box        a gap
+    dim 0   0     2     5     6      halved at 5:  [5:6] has no box, a gap
+            +--A--+--C--+     |                    [0:5] is halved at 2, and both halves by dim 1:
+            +--B--+                                A and B span [0:2]; the gap beside C is left
 
 >>> boxes = [Box((0, 0), (2, 1)), Box((0, 1), (2, 2)), Box((2, 0), (5, 1))]
 >>> missing_boxes(Box.whole((6, 2)), boxes)
@@ -27,10 +27,9 @@ question is the same one with a dim less.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import combinations, islice, pairwise
+from itertools import combinations, islice, pairwise, product
 from math import inf, prod
-from operator import lt
+from operator import ge, le, lt
 from typing import TYPE_CHECKING
 
 from reshard.errors import CoverageError
@@ -41,18 +40,16 @@ if TYPE_CHECKING:
 
 # numpy is loaded by the functions that need it, so that inspecting a checkpoint does without.
 
-Edges = tuple[tuple[int, ...], tuple[int, ...]]
-
-MAX_STEPS = 24_000_000
-"""About two seconds of sweeping. Overlapping boxes can encode any logical formula, for which no
-method is fast; the shards of a real job take a few hundred steps for each box."""
+MAX_STEPS = 3_000_000
+"""About three seconds of halving. Overlapping boxes can encode any logical formula, for which no
+method is fast; the shards of a real job take a few dozen steps for each box."""
 MAX_CUT_ROUNDS = 32  # rounds of straight cuts; boxes that are nested deeper are compared in pairs
 PAIRS_AT_ONCE = 1 << 18
 MAX_PAIRS = 1 << 20
-"""Pairs compared before `missing_boxes` gives up proving that boxes are disjoint and sweeps."""
+"""Pairs compared before `missing_boxes` gives up proving that boxes are disjoint, and halves."""
 MAX_REPEATED = 1000  # regions that are listed: a hundred boxes that all overlap have millions
 FEW_BOXES = 8
-STEPS_PER_SLAB = 32
+STEPS_PER_PART = 8
 
 
 def box_columns(boxes: Sequence[Box], num_dims: int) -> tuple[Ints, Ints]:
@@ -82,19 +79,16 @@ def overlapping_pairs(
         for d in range(starts.shape[1])
     ]
     if not ranges:
-        mine, others = np.divmod(np.arange(len(starts) * len(other_starts)), len(other_starts) or 1)
-        return mine.astype(np.int64), others.astype(np.int64)
+        mine, others = np.indices((len(starts), len(other_starts))).reshape(2, -1)
+        return mine, others
     order, low, high = min(ranges, key=lambda r: int((r[2] - r[1]).sum()))
     counts = high - low
     if len(ranges) > 1 and counts.sum() > PAIRS_AT_ONCE + 8 * (len(starts) + len(other_starts)):
         return _pairs_by_band(starts, stops, other_starts, other_stops)
     mine, at = spread(low, counts)
     others = order[at]
-    low, high = (
-        np.maximum(starts[mine], other_starts[others]),
-        np.minimum(stops[mine], other_stops[others]),
-    )
-    meets = np.flatnonzero((low < high).all(axis=1))
+    begin = np.maximum(starts[mine], other_starts[others])
+    meets = np.flatnonzero((begin < np.minimum(stops[mine], other_stops[others])).all(axis=1))
     return mine[meets], others[meets]
 
 
@@ -110,34 +104,25 @@ def _pairs_by_band(
 
     from reshard.layout.columns import distinct, numbered, spread
 
-    sides = [(starts, stops), (other_starts, other_stops)]
-    rows = [np.flatnonzero((low < high).all(axis=1)) for low, high in sides]
-    keys = [np.zeros(len(some), dtype=np.int64) for some in rows]
-    for dim in range(starts.shape[1] - 1):
-        edges = distinct(np.concatenate([side[:, dim] for pair in sides for side in pair]))
-        for side, (low, high) in enumerate(sides):
-            first = np.searchsorted(edges, low[rows[side], dim])
-            counts = np.searchsorted(edges, high[rows[side], dim]) - first
-            at, band = spread(first, counts)
-            keys[side] = keys[side][at] * len(edges) + band
-            rows[side] = rows[side][at]
-        _, number = numbered(np.concatenate(keys))
-        keys = [number[: len(keys[0])], number[len(keys[0]) :]]
-    ends = [side[row, -1] for pair, row in zip(sides, rows, strict=True) for side in pair]
+    low, high = np.concatenate([starts, other_starts]), np.concatenate([stops, other_stops])
+    rows = np.flatnonzero((low < high).all(axis=1))
+    bands = np.zeros(len(rows), dtype=np.int64)
+    for dim in range(low.shape[1] - 1):
+        edges = distinct(np.concatenate([low[:, dim], high[:, dim]]))
+        first = np.searchsorted(edges, low[rows, dim])
+        at, band = spread(first, np.searchsorted(edges, high[rows, dim]) - first)
+        _, bands = numbered(bands[at] * len(edges) + band)
+        rows = rows[at]
     # Ordinals instead of indices, so that the sum with the bands does not overflow.
-    edges = distinct(np.concatenate(ends))
-    bands = (keys[0], keys[0], keys[1], keys[1])
-    low, high, other_low, other_high = (
-        band * len(edges) + np.searchsorted(edges, end)
-        for band, end in zip(bands, ends, strict=True)
-    )
-    order, first, last = _candidates(low, high, other_low, other_high)
-    mine, at = spread(first, last - first)
-    other = order[at]
-    meets = (low[mine] < other_high[other]) & (other_low[other] < high[mine])
-    pairs = rows[0][mine[meets]] * len(other_starts) + rows[1][other[meets]]
-    found = distinct(pairs)
-    return found // len(other_starts), found % len(other_starts)
+    edges, ends = numbered(np.concatenate([low[rows, -1], high[rows, -1]]))
+    begin, end = bands * len(edges) + ends.reshape(2, -1)
+    mine, others = np.flatnonzero(rows < len(starts)), np.flatnonzero(rows >= len(starts))
+    order, first, last = _candidates(begin[mine], end[mine], begin[others], end[others])
+    one, at = spread(first, last - first)
+    one, other = mine[one], others[order[at]]
+    meets = (begin[one] < end[other]) & (begin[other] < end[one])
+    pairs = rows[one[meets]] * len(other_starts) + rows[other[meets]] - len(starts)
+    return np.divmod(distinct(pairs), len(other_starts))
 
 
 def _candidates(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tuple[Ints, ...]:
@@ -186,11 +171,8 @@ def _overlaps(starts: Ints, stops: Ints) -> Iterator[tuple[int, int] | None]:
         yield (0, 1) if len(rows) > 1 else None  # a tensor of 0 dims has only one element
         return
     # Ordinals instead of indices: groups are kept apart by an offset, which must not overflow.
-    ends = [
-        numbered(np.concatenate(dim)) for dim in zip(starts[rows].T, stops[rows].T, strict=True)
-    ]
-    low = np.stack([number[: len(rows)] for _, number in ends], axis=1)
-    high = np.stack([number[len(rows) :] for _, number in ends], axis=1)
+    ends = [numbered(edges)[1] for edges in np.concatenate([starts[rows], stops[rows]]).T]
+    low, high = np.stack(ends, axis=1).reshape(2, len(rows), len(ends))
     width = 2 * len(rows)
     groups = _separated(low, high, width)
     together = np.flatnonzero(np.bincount(groups)[groups] > 1) if len(rows) else rows
@@ -248,12 +230,10 @@ def missing_boxes(region: Box, boxes: Iterable[Box]) -> tuple[Box, ...]:
     >>> missing_boxes(Box((0,), (9,)), [Box((0,), (3,)), Box((2,), (6,))])
     (Box((6,), (9,)),)
     """
-    if not region.size:
-        return ()
     present = {*_clipped(region, boxes)}
-    if region in present or _is_grid(present, region) or _is_partition(present, region):
+    if not region.size or region in present or _is_partition(present, region):
         return ()
-    return tuple(_Sweep(region, len(present), 0, 0).boxes(present))
+    return _joined(_parts(region, present, 0, 0))
 
 
 def repeated_boxes(region: Box, boxes: Iterable[Box]) -> tuple[Box, ...]:
@@ -263,30 +243,9 @@ def repeated_boxes(region: Box, boxes: Iterable[Box]) -> tuple[Box, ...]:
     (Box((2,), (3,)),)
     """
     present = _clipped(region, boxes)
-    different = {*present}
-    if len(present) < 2 or (len(different) == len(present) and _is_grid(different, region)):
+    if len(present) < 2 or _is_partition(present, region):
         return ()
-    if _is_partition(present, region):
-        return ()
-    return tuple(_Sweep(region, len(present), 2, inf, MAX_REPEATED).boxes(present))
-
-
-def one_missing_box(region: Box, boxes: Iterable[Box]) -> Box:
-    """A box that no box covers, of a region that disjoint boxes do not fill."""
-    present = _clipped(region, boxes)
-    while len(present) > 4 * FEW_BOXES:
-        # Halves meet where a box begins, in the dim where most begin; one is not filled either.
-        begins = [
-            sorted({box.start[dim] for box in present} - {low})
-            for dim, low in enumerate(region.start)
-        ]
-        dim = max(range(len(begins)), key=lambda dim: len(begins[dim]))
-        for half in region.split(dim, begins[dim][len(begins[dim]) // 2]):
-            inside = _clipped(half, present)
-            if sum(box.size for box in inside) < half.size:
-                region, present = half, inside
-                break
-    return max(missing_boxes(region, present), key=lambda box: box.size)
+    return _joined(islice(_parts(region, present, 2, inf), MAX_REPEATED))
 
 
 def grid_edges(boxes: Iterable[Box]) -> tuple[tuple[int, ...], ...] | None:
@@ -303,13 +262,8 @@ def grid_edges(boxes: Iterable[Box]) -> tuple[tuple[int, ...], ...] | None:
     if prod(map(len, starts)) != len(boxes):
         return None
     edges = tuple((*dim, end) for dim, end in zip(starts, ends, strict=True))
-    following = [dict(pairwise(dim)) for dim in edges]
-    regular = all(
-        after.get(low) == high
-        for box in boxes
-        for after, low, high in zip(following, box.start, box.stop, strict=True)
-    )
-    return edges if regular and len({box.start for box in boxes}) == len(boxes) else None
+    cells = {tuple(zip(box.start, box.stop, strict=True)) for box in boxes}
+    return edges if cells.issuperset(product(*map(pairwise, edges))) else None
 
 
 def _clipped(region: Box, boxes: Iterable[Box]) -> list[Box]:
@@ -317,82 +271,64 @@ def _clipped(region: Box, boxes: Iterable[Box]) -> list[Box]:
     return [part for part in (box if box in region else box & region for box in boxes) if part.size]
 
 
-def _is_grid(boxes: set[Box], region: Box) -> bool:
-    edges = grid_edges(boxes)
-    if edges is None:
-        return False
-    limits = zip(edges, region.start, region.stop, strict=True)
-    return all(dim[0] == low and dim[-1] == high for dim, low, high in limits)
-
-
 def _is_partition(boxes: Collection[Box], region: Box) -> bool:
     """Whether boxes cover a region, each element once; False also where that is not quickly seen.
 
     Disjoint boxes with as many elements as the region leave nothing out.
     """
-    if not region.start or sum(box.size for box in boxes) != region.size:
+    if sum(box.size for box in boxes) != region.size:
         return False
+    if grid_edges(boxes) is not None:
+        return True
     batches = _overlaps(*box_columns([*boxes], len(region.start)))
     disjoint = all(pair is None for pair in islice(batches, MAX_PAIRS // PAIRS_AT_ONCE))
     return disjoint and next(batches, batches) is batches
 
 
-@dataclass(slots=True)
-class _Sweep:
-    """A search of a region for the parts that a number of boxes within limits covers."""
+def _parts(region: Box, boxes: Collection[Box], least: float, most: float) -> Iterator[Box]:
+    """The parts of a region that at least and at most so many boxes cover, as disjoint boxes.
 
-    region: Box
-    num_boxes: int
-    least: float
-    most: float
-    limit: int | None = None  # the number of parts after which the search ends
-    steps: int = 0
-
-    def boxes(self, present: Iterable[Box]) -> Iterator[Box]:
-        return (Box(*edges) for edges in islice(self._parts([*present], 0), self.limit))
-
-    def _parts(self, boxes: Sequence[Box], dim: int) -> Iterator[Edges]:
-        """The parts within the dims from ``dim`` on, as starts and stops of those dims."""
-        low, high = self.region.start[dim:], self.region.stop[dim:]
-        self._count(8 * len(boxes))
-        spanning = sum(box.start[dim:] == low and box.stop[dim:] == high for box in boxes)
-        if spanning > self.most or len(boxes) < self.least:
-            return
-        if spanning >= self.least and len(boxes) <= self.most:
-            yield low, high
-            return
-        begin: int | None = None
-        end, before, inner = 0, [], []  # type: int, list[Box], list[Edges]
-        for start, stop, present in self._slabs(boxes, dim):
-            if begin is None or present != before:
-                yield from _within(begin, end, inner)
-                begin, before = start, present
-                inner = [*islice(self._parts(present, dim + 1), self.limit)]
-            end = stop
-        yield from _within(begin, end, inner)
-
-    def _slabs(self, boxes: Sequence[Box], dim: int) -> Iterator[tuple[int, int, list[Box]]]:
-        """A dim from edge to edge, with the boxes that span it there."""
-        low, high = self.region.start[dim], self.region.stop[dim]
-        edges = {low, high, *(box.start[dim] for box in boxes), *(box.stop[dim] for box in boxes)}
-        waiting = sorted(boxes, key=lambda box: box.start[dim], reverse=True)
-        present: list[Box] = []
-        for start, stop in pairwise(sorted(edges)):
-            self._count(len(present))
-            present = [box for box in present if box.stop[dim] > start]
-            while waiting and waiting[-1].start[dim] <= start:
-                present.append(waiting.pop())
-            yield start, stop, present
-
-    def _count(self, steps: int) -> None:
-        self.steps += steps + STEPS_PER_SLAB
-        if self.steps > MAX_STEPS:
+    A part that boxes cover unevenly is halved where boxes begin or end, in the dim where most do.
+    """
+    pending, steps = [(region.start, region.stop, [*boxes])], 0
+    while pending:
+        low, high, inside = pending.pop()
+        spanning = sum(
+            all(map(le, box.start, low)) and all(map(ge, box.stop, high)) for box in inside
+        )
+        if spanning > most or len(inside) < least:
+            continue
+        if spanning >= least and len(inside) <= most:
+            yield Box(low, high)
+            continue
+        steps += len(inside) + STEPS_PER_PART
+        if steps > MAX_STEPS:
             raise CoverageError(
-                f"{self.num_boxes} boxes in {self.region} overlap so irregularly that {MAX_STEPS} "
+                f"{len(boxes)} boxes in {region} overlap so irregularly that {MAX_STEPS} "
                 "steps do not show what is missing: use fewer or disjoint boxes"
             )
+        starts = zip(*(box.start for box in inside), strict=True)
+        stops = zip(*(box.stop for box in inside), strict=True)
+        edges = [
+            sorted(edge for edge in {*begins, *ends} if first < edge < last)
+            for begins, ends, first, last in zip(starts, stops, low, high, strict=True)
+        ]
+        dim = max(range(len(edges)), key=lambda dim: len(edges[dim]))
+        middle = edges[dim][len(edges[dim]) // 2]
+        after = [box for box in inside if box.stop[dim] > middle]
+        before = [box for box in inside if box.start[dim] < middle]
+        pending.append(((*low[:dim], middle, *low[dim + 1 :]), high, after))
+        pending.append((low, (*high[:dim], middle, *high[dim + 1 :]), before))
 
 
-def _within(begin: int | None, end: int, inner: Sequence[Edges]) -> Iterator[Edges]:
-    for starts, stops in inner:
-        yield (begin or 0, *starts), (end, *stops)
+def _joined(boxes: Iterable[Box]) -> tuple[Box, ...]:
+    """Disjoint boxes in order, those joined that touch in one dim and are equal in the others."""
+    joined = sorted(boxes)
+    for dim in reversed(range(len(joined[0].start) if joined else 0)):
+        ends: dict[tuple[object, int], Box] = {}  # by its other dims, and where it ends in this one
+        for box in joined:
+            others = box.start[:dim], box.stop[:dim], box.start[dim + 1 :], box.stop[dim + 1 :]
+            before = ends.pop((others, box.start[dim]), None)
+            ends[others, box.stop[dim]] = Box(before.start, box.stop) if before else box
+        joined = sorted(ends.values())
+    return tuple(joined)

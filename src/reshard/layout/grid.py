@@ -11,10 +11,10 @@ Neither knows where an element sits in a local tensor: that is a question to the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import product
 from math import prod
 
 import numpy as np
@@ -24,7 +24,7 @@ from reshard.layout.box import row_major
 from reshard.layout.columns import Ints, distinct, sized_cache
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.mesh import Mesh
-from reshard.layout.words import Cut, Cuts, Packed, axes_of, check_sum, is_mixed, tiling
+from reshard.layout.words import Cut, Cuts, Packed, axes_of, is_mixed, placed_segments, tiling
 
 MAX_BOXES = 1 << 26  # boxes that are listed at once; beyond, memory would not suffice
 
@@ -80,10 +80,8 @@ class Grid:
     def region_at(self) -> Ints:
         """The region of each place of the mesh, or -1 where nothing is held."""
         at = np.full(self.mesh.num_ranks, -1, dtype=np.int64)
-        places = np.zeros((), dtype=np.int64)
-        for dim in self.dims:
-            places = places[..., None] + dim.places
-        at[places.reshape(-1, 1) + self.replicas] = np.arange(self.num_regions)[:, None]
+        places = _sums(dim.places for dim in self.dims)
+        at[places[:, None] + self.replicas] = np.arange(self.num_regions)[:, None]
         return at
 
     def region_of(self, rank: int) -> int | None:
@@ -136,15 +134,15 @@ def grids_of(layout: Layout, shape: tuple[int, ...]) -> tuple[Grid, ...] | None:
             per_dim.append([_table(layout, group) for group in groups])
         except LayoutError as error:
             raise LayoutError(f'layout "{layout}" on mesh {layout.mesh}: {error}') from None
-    grids, on = [], dict(layout.words.on)
+    grids, on, mesh = [], dict(layout.words.on), layout.mesh
     for dims in product(*per_dim):
         used = {axis for dim in dims for axis in dim.axes}
-        replicas = np.zeros(1, dtype=np.int64)
-        for axis, size in layout.mesh.axes.items():
-            if axis not in used:
-                steps = _array(on.get(axis, range(size))) * layout.mesh.stride(axis)
-                replicas = (replicas[:, None] + steps).ravel()
-        grids.append(Grid(layout.mesh, dims, replicas))
+        replicas = _sums(
+            _array(on.get(axis, range(size))) * mesh.stride(axis)
+            for axis, size in mesh.axes.items()
+            if axis not in used
+        )
+        grids.append(Grid(mesh, dims, replicas))
     return tuple(grids)
 
 
@@ -155,32 +153,31 @@ _Group = list[tuple[int, int, Cuts]]
 def _groups(cuts: Cuts, size: int) -> list[_Group] | None:
     if not is_mixed(cuts):
         return [[(0, size, cuts)]]
-    segments = cuts[0].segments if isinstance(cuts[0], Packed) else ()
-    if len(cuts) > 1 or any(is_mixed(segment.cuts) for segment in segments):
+    packed = cuts[0]
+    if len(cuts) > 1 or not isinstance(packed, Packed):
+        return None
+    if any(is_mixed(segment.cuts) for segment in packed.segments):
         return None
     groups: dict[frozenset[str], _Group] = {}
-    start = 0
-    for segment in segments:
-        key = frozenset(axes_of(segment.cuts))
-        groups.setdefault(key, []).append((start, segment.size, segment.cuts))
-        start += segment.size
-    check_sum(cuts[0], [start], size)
+    for segment in placed_segments(packed, size):
+        groups.setdefault(frozenset(axes_of(segment[2])), []).append(segment)
     return list(groups.values())
 
 
 def _table(layout: Layout, group: _Group) -> DimTable:
-    axes = axes_of(group[0][2])
-    found = [_partition(layout, cuts, size, axes) for _, size, cuts in group]
-    starts = [at + start for (at, _, _), (start, _) in zip(group, found, strict=True)]
-    stops = [
-        at + np.append(start[1:], size) if size else start
-        for (at, size, _), (start, _) in zip(group, found, strict=True)
-    ]
-    places = np.zeros((), dtype=np.int64)
-    for axis in axes:
-        places = places[..., None] + np.arange(layout.mesh.axes[axis]) * layout.mesh.stride(axis)
-    parts = np.concatenate([part for _, part in found])
-    return DimTable(np.concatenate(starts), np.concatenate(stops), parts, places.reshape(-1), axes)
+    axes, mesh = axes_of(group[0][2]), layout.mesh
+    places = _sums(np.arange(mesh.axes[axis]) * mesh.stride(axis) for axis in axes)
+    return DimTable(*_intervals(layout, group, axes), places, axes)
+
+
+def _intervals(layout: Layout, group: _Group, axes: Sequence[str]) -> tuple[Ints, Ints, Ints]:
+    """Where the intervals of segments start and stop, and the part that holds each."""
+    columns = []
+    for at, size, cuts in group:
+        starts, parts = _partition(layout, cuts, size, axes)
+        columns.append((at + starts, at + starts + _widths(starts, size), parts))
+    starts, stops, parts = map(np.concatenate, zip(*columns, strict=True))
+    return starts, stops, parts
 
 
 def _partition(layout: Layout, cuts: Cuts, length: int, axes: Sequence[str]) -> tuple[Ints, Ints]:
@@ -190,12 +187,10 @@ def _partition(layout: Layout, cuts: Cuts, length: int, axes: Sequence[str]) -> 
     """
     starts = np.zeros(1 if length else 0, dtype=np.int64)
     parts = np.zeros_like(starts)
-    num_parts = 1
     for cut in cuts:
-        starts, parts, num = _refine(layout, cut, length, starts, parts, num_parts)
-        num_parts *= num
+        starts, parts = _refine(layout, cut, length, starts, parts)
     order = axes_of(cuts)
-    if tuple(order) != tuple(axes):
+    if order != tuple(axes):
         sizes = [layout.mesh.axes[axis] for axis in order]
         coords = dict(zip(order, np.unravel_index(parts, sizes), strict=True))
         wanted = [layout.mesh.axes[axis] for axis in axes]
@@ -203,50 +198,54 @@ def _partition(layout: Layout, cuts: Cuts, length: int, axes: Sequence[str]) -> 
     return starts, parts
 
 
-def _refine(
-    layout: Layout, cut: Cut, length: int, starts: Ints, parts: Ints, num_parts: int
-) -> tuple[Ints, Ints, int]:
+def _refine(layout: Layout, cut: Cut, length: int, starts: Ints, parts: Ints) -> tuple[Ints, Ints]:
     """Cut every part once more, each on its own local positions.
 
     The local positions of all parts are laid end to end on one line. On it the intervals and the
     new blocks are two ways to divide the same length; their common refinement is the answer.
     """
-    axes = axes_of((cut,))
-    num = prod(layout.mesh.axes[axis] for axis in axes)
-    widths = np.append(starts[1:], length)[: len(starts)] - starts
-    lengths = np.bincount(parts, weights=widths, minlength=num_parts).astype(np.int64)
-    blocks, owners = _blocks(layout, cut, lengths, num)
+    widths = _widths(starts, length)
+    lengths = np.bincount(parts, weights=widths).astype(np.int64)
+    blocks, owners = _blocks(layout, cut, lengths)
     order = np.argsort(parts, kind="stable")
     line = np.cumsum(widths[order]) - widths[order]
     edges = distinct(np.concatenate([line, blocks]))
     at = np.searchsorted(line, edges, side="right") - 1
-    found = starts[order][at] + edges - line[at]
+    refined = starts[order][at] + edges - line[at]
     owner = owners[np.searchsorted(blocks, edges, side="right") - 1]
-    rising = np.argsort(found)
-    return found[rising], owner[rising], num
+    rising = np.argsort(refined)
+    return refined[rising], owner[rising]
 
 
-def _blocks(layout: Layout, cut: Cut, lengths: Ints, num: int) -> tuple[Ints, Ints]:
+def _widths(starts: Ints, length: int) -> Ints:
+    return np.concatenate([starts[1:], [length]])[: len(starts)] - starts
+
+
+def _blocks(layout: Layout, cut: Cut, lengths: Ints) -> tuple[Ints, Ints]:
     """The blocks of every part on the line, and the new part that holds each."""
+    axes = axes_of((cut,))
+    num = prod(layout.mesh.axes[axis] for axis in axes)
     base = np.cumsum(lengths) - lengths
     starts, owners = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    for length in distinct(lengths[lengths > 0]):
+    for length in distinct(lengths[lengths > 0]).tolist():
         if isinstance(cut, Packed):
-            sizes = [segment.size for segment in cut.segments]
-            check_sum(cut, sizes, int(length))
-            parts = [_partition(layout, s.cuts, s.size, axes_of((cut,))) for s in cut.segments]
-            begins = zip(accumulate(sizes, initial=0), parts, strict=False)
-            block = np.concatenate([at + first for at, (first, _) in begins])
-            owner = np.concatenate([part for _, part in parts])
+            block, _, owner = _intervals(layout, placed_segments(cut, length), axes)
         else:
-            tiles = tiling(cut, int(length), num)
-            block, owner = _array(tiles.starts), _array(tiles.owners)
+            block, owner = map(_array, tiling(cut, length, num))
         alike = np.flatnonzero(lengths == length)
-        starts.append((base[alike][:, None] + block[None, :]).ravel())
-        owners.append((alike[:, None] * num + owner[None, :]).ravel())
-    start, owned = np.concatenate(starts), np.concatenate(owners)
+        starts.append((base[alike][:, None] + block).ravel())
+        owners.append((alike[:, None] * num + owner).ravel())
+    start, owner = np.concatenate(starts), np.concatenate(owners)
     order = np.argsort(start)
-    return start[order], owned[order]
+    return start[order], owner[order]
+
+
+def _sums(columns: Iterable[Ints]) -> Ints:
+    """All sums of one number of each column; the last column varies fastest."""
+    sums = np.zeros(1, dtype=np.int64)
+    for column in columns:
+        sums = (sums[:, None] + column).ravel()
+    return sums
 
 
 def _array(values: Sequence[int]) -> Ints:
@@ -255,7 +254,7 @@ def _array(values: Sequence[int]) -> Ints:
     return np.array(values, dtype=np.int64)
 
 
-@sized_cache(16 << 20, lambda found, layout: 128 * len(found) + layout.num_bytes)
+@sized_cache(16 << 20, lambda addends, layout: 128 * len(addends) + layout.num_bytes)
 def addend_of(layout: Layout) -> dict[int, int]:
     """Which addend of a pending reduction each rank holds; empty where nothing is pending.
 
@@ -264,13 +263,11 @@ def addend_of(layout: Layout) -> dict[int, int]:
     """
     if layout.reduce is None:
         return {}
-    sizes = [layout.mesh.axes[axis] for axis in layout.reduce[1]]
-    found: dict[int, int] = {}
-    for rank in layout.ranks:
-        coords = layout.mesh.coords(rank)
-        at = zip(layout.reduce[1], row_major(sizes), strict=True)
-        found[rank] = sum(coords[axis] * stride for axis, stride in at)
-    return found
+    axes = layout.reduce[1]
+    strides = row_major([layout.mesh.axes[axis] for axis in axes])
+    places = map(layout.mesh.coords, layout.ranks)
+    addends = (sum(at[axis] * by for axis, by in zip(axes, strides, strict=True)) for at in places)
+    return dict(zip(layout.ranks, addends, strict=True))
 
 
 def num_addends(layout: Layout) -> int:

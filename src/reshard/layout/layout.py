@@ -15,32 +15,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import prod
 from typing import Any
 
-from reshard.errors import FormatError, LayoutError, NotationError, ReshardError, require_type
-from reshard.layout.box import (
-    Box,
-    Interval,
-    Piece,
-    length_of,
-    pieces_of_flat,
-    pieces_of_local,
-    row_major,
-)
+from reshard.errors import FormatError, LayoutError, NotationError, require_type
+from reshard.layout.box import Box, Interval, Piece, check_shape, length_of, local_pieces, row_major
 from reshard.layout.coverage import first_overlap
 from reshard.layout.mesh import MAX_RANK, Mesh, format_ranks
 from reshard.layout.notation import from_placements, parse
-from reshard.layout.words import (
-    Cuts,
-    Packed,
-    Ragged,
-    Words,
-    check_shape,
-    format_cuts,
-    held,
-)
+from reshard.layout.words import Cuts, Ragged, Words, held_intervals, plain_cuts
 from reshard.text import count
 
 MAX_DIMS = 32
@@ -112,7 +96,7 @@ class Layout:
         The local tensor of a rank with one box has its shape; of a rank with several it is 1-d,
         the boxes flattened and joined in the given order.
         """
-        return BoxLayout(tuple(shape), {rank: tuple(held) for rank, held in boxes.items()})
+        return BoxLayout(tuple(shape), {rank: tuple(listed) for rank, listed in boxes.items()})
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -131,13 +115,12 @@ class Layout:
 
     def without(self, ranks: Iterable[int]) -> Layout:
         """The same layout after these ranks are lost."""
-        require_type(ranks, Iterable, "without()", "give the lost ranks, as layout.without([3])")
-        lost = tuple(sorted({*self.words.without, *ranks}))
+        lost = tuple(sorted({*self.words.without, *_checked_ranks(ranks)}))
         return Layout(self.mesh, replace(self.words, without=lost))
 
     def dims(self, shape: Sequence[int]) -> tuple[Cuts, ...]:
         """The cuts of each dim of a tensor of this shape."""
-        _check_countable(shape)
+        _countable(shape)
         dims = self.words.expand(len(shape))
         if dims is None:
             raise LayoutError(
@@ -171,10 +154,7 @@ class Layout:
         intervals, ranges = self.intervals(rank, shape)
         if self.holds(rank) is None:
             return ()
-        local = tuple(map(length_of, intervals))
-        if ranges is None:
-            return tuple(pieces_of_local(intervals, Box.whole(local), 0))
-        return tuple(pieces_of_flat(intervals, local, ranges))
+        return tuple(local_pieces(intervals, ranges))
 
     def intervals(
         self, rank: int, shape: Sequence[int]
@@ -184,26 +164,27 @@ class Layout:
         if coords is None:
             return [[] for _ in self.dims(shape)], None
         dims = zip(self.dims(shape), shape, strict=True)
-        intervals = [self._held(cuts, size, coords) for cuts, size in dims]
+        intervals = [self._intervals(cuts, size, coords) for cuts, size in dims]
         if not self.words.flat:
             return intervals, None
-        return intervals, self._held(self.words.flat, prod(map(length_of, intervals)), coords)
+        return intervals, self._intervals(self.words.flat, prod(map(length_of, intervals)), coords)
 
     def owners(self, box: Box, shape: Sequence[int]) -> tuple[Owners, ...]:
         """Who holds the data inside a box: disjoint boxes, each with all its holders."""
         from reshard.layout.boxlist import owners
 
-        return owners(self, box, tuple(shape))
+        return owners(self, box, check_shape(shape))
 
     def same_as(self, other: Layout | str, shape: Sequence[int]) -> bool:
         """Whether both shard a tensor of this shape equally, in whatever words."""
         from reshard.layout.spec import fingerprint
 
-        return fingerprint(self, tuple(shape)) == fingerprint(Layout.of(other), tuple(shape))
+        sizes = check_shape(shape)
+        return fingerprint(self, sizes) == fingerprint(Layout.of(other), sizes)
 
-    def _held(self, cuts: Cuts, length: int, coords: Mapping[str, int]) -> list[Interval]:
+    def _intervals(self, cuts: Cuts, length: int, coords: Mapping[str, int]) -> list[Interval]:
         try:
-            return held(cuts, length, self.mesh.axes, coords)
+            return held_intervals(cuts, length, self.mesh.axes, coords)
         except LayoutError as error:
             raise LayoutError(f'layout "{self}" on mesh {self.mesh}: {error}') from None
 
@@ -219,11 +200,10 @@ class Layout:
     def from_json(text: str) -> Layout:
         """Read what ``to_json`` wrote."""
         try:
-            return Layout.from_dict(json.loads(text))
-        except ReshardError:
-            raise
+            data = json.loads(text)
         except (RecursionError, ValueError) as error:
             raise FormatError(f"a layout's JSON cannot be read: {error}") from None
+        return Layout.from_dict(data)
 
     @staticmethod
     def from_dict(data: object) -> Layout:
@@ -249,8 +229,13 @@ class Layout:
         return str(self.words)
 
     @cached_property
+    def _key(self) -> tuple[object, ...]:
+        """What makes layouts equal."""
+        return self._text, self.mesh
+
+    @cached_property
     def _hash(self) -> int:
-        return hash((self.mesh, self._text))
+        return hash(self._key)
 
     def __repr__(self) -> str:
         return f"Layout({self.mesh!r}, {str(self)!r})"
@@ -258,9 +243,9 @@ class Layout:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        if not isinstance(other, Layout) or isinstance(other, BoxLayout):
+        if not isinstance(other, Layout):
             return NotImplemented
-        return self._text == other._text and self.mesh == other.mesh
+        return type(self) is type(other) and self._key == other._key
 
     def __hash__(self) -> int:
         return self._hash
@@ -275,8 +260,7 @@ class BoxLayout(Layout):
     words = Words((), 0)
 
     def __init__(self, shape: tuple[int, ...], boxes: dict[int, tuple[Box, ...]]) -> None:
-        _check_countable(shape)
-        self.shape = tuple(shape)
+        self.shape = _countable(shape)
         self.boxes = dict(sorted(boxes.items()))
         whole = Box.whole(self.shape)
         for rank, mine in self.boxes.items():
@@ -306,7 +290,7 @@ class BoxLayout(Layout):
         return tuple(self.boxes)
 
     def without(self, ranks: Iterable[int]) -> BoxLayout:
-        lost = set(ranks)
+        lost = _checked_ranks(ranks)
         return BoxLayout(self.shape, {r: b for r, b in self.boxes.items() if r not in lost})
 
     def dims(self, shape: Sequence[int]) -> tuple[Cuts, ...]:
@@ -332,14 +316,15 @@ class BoxLayout(Layout):
         """The boxes of a rank in the order given, each with its place in the local tensor."""
         self.dims(shape)
         boxes = [box for box in self.boxes.get(rank, ()) if box.size]
-        offsets = accumulate((box.size for box in boxes), initial=0)
-        pairs = zip(boxes, offsets, strict=False)
-        return tuple(Piece(box, offset, row_major(box.shape)) for box, offset in pairs)
+        places = accumulate((box.size for box in boxes), initial=0)
+        return tuple(
+            Piece(box, at, row_major(box.shape)) for box, at in zip(boxes, places, strict=False)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         boxes = {
-            str(rank): [[list(box.start), list(box.stop)] for box in held_boxes]
-            for rank, held_boxes in self.boxes.items()
+            str(rank): [[list(box.start), list(box.stop)] for box in mine]
+            for rank, mine in self.boxes.items()
         }
         return {"shape": list(self.shape), "boxes": boxes}
 
@@ -349,34 +334,30 @@ class BoxLayout(Layout):
         return f"{count} boxes on ranks {format_ranks(tuple(self.boxes))}"
 
     @cached_property
-    def _hash(self) -> int:
-        return hash((self.shape, tuple(self.boxes.items())))
+    def _key(self) -> tuple[object, ...]:
+        return self.shape, tuple(self.boxes.items())
 
     def __repr__(self) -> str:
-        boxes = {rank: list(held_boxes) for rank, held_boxes in self.boxes.items()}
+        boxes = {rank: list(mine) for rank, mine in self.boxes.items()}
         return f"Layout.from_boxes({self.shape}, {boxes})"
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, BoxLayout):
-            return NotImplemented
-        return self.shape == other.shape and self.boxes == other.boxes
-
-    def __hash__(self) -> int:
-        return self._hash
 
     def __reduce__(self) -> tuple[object, ...]:
         return BoxLayout, (self.shape, self.boxes)
 
 
-def _check_countable(shape: Sequence[int]) -> None:
-    """Refuse what is no shape, and a shape too large to count its bytes exactly."""
-    check_shape(shape)
-    if len(shape) > MAX_DIMS:
-        raise LayoutError(f"a shape of {len(shape)} dims: at most {MAX_DIMS} work")
-    if prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
-        raise LayoutError(
-            f"shape {tuple(shape)} has {prod(shape)} elements: at most {MAX_ELEMENTS} work"
-        )
+def _countable(shape: Sequence[int]) -> tuple[int, ...]:
+    """The sizes of a shape; refuses one too large to count its bytes exactly."""
+    sizes = check_shape(shape)
+    if len(sizes) > MAX_DIMS:
+        raise LayoutError(f"a shape of {len(sizes)} dims: at most {MAX_DIMS} work")
+    if prod(size or 1 for size in sizes) > MAX_ELEMENTS:
+        raise LayoutError(f"shape {sizes} has {prod(sizes)} elements: at most {MAX_ELEMENTS} work")
+    return sizes
+
+
+def _checked_ranks(ranks: Iterable[int]) -> set[int]:
+    require_type(ranks, Iterable, "without()", "give the lost ranks, as layout.without([3])")
+    return set(ranks)
 
 
 def _check_words(layout: Layout) -> None:
@@ -388,8 +369,12 @@ def _check_words(layout: Layout) -> None:
                 f'layout "{layout}" names axis "{axis}" and mesh {mesh} has '
                 f"{', '.join(mesh.axes) or 'no axis'}: use one of these"
             )
-    for cuts in (*words.dims, words.flat):
-        _check_ragged(layout, cuts)
+    for cut in plain_cuts(chain(*words.dims, words.flat)):
+        if isinstance(cut, Ragged) and len(cut.sizes) != mesh.axes[cut.axis]:
+            raise LayoutError(
+                f'"{cut}" in layout "{layout}" gives {len(cut.sizes)} sizes and mesh {mesh} has '
+                f"{cut.axis}={mesh.axes[cut.axis]}: give one size per rank"
+            )
     for axis, places in words.on:
         if places[-1] >= mesh.axes[axis]:
             raise LayoutError(
@@ -404,30 +389,11 @@ def _check_words(layout: Layout) -> None:
             )
 
 
-def _check_ragged(layout: Layout, cuts: Cuts) -> None:
-    for cut in cuts:
-        if isinstance(cut, Packed):
-            for segment in cut.segments:
-                _check_ragged(layout, segment.cuts)
-        if isinstance(cut, Ragged) and len(cut.sizes) != layout.mesh.axes[cut.axis]:
-            raise LayoutError(
-                f'"{format_cuts((cut,))}" in layout "{layout}" gives {len(cut.sizes)} sizes and '
-                f"mesh {layout.mesh} has {cut.axis}={layout.mesh.axes[cut.axis]}: "
-                "give one size per rank"
-            )
-
-
-def _ints(values: list[object]) -> tuple[int, ...]:
-    if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
-        raise FormatError(f"expected a list of whole numbers and found {values}")
-    return tuple(values)  # type: ignore[arg-type]
-
-
-def _read_boxes(item: tuple[object, object]) -> tuple[int, tuple[Box, ...]]:
-    match item:
+def _read_boxes(entry: tuple[object, object]) -> tuple[int, tuple[Box, ...]]:
+    match entry:
         case (str(rank), list(boxes)) if rank.isascii() and rank.isdigit():
             return int(rank), tuple(map(_read_box, boxes))
-    raise FormatError(f'"{item[0]}" in "boxes" is not a rank with a list of boxes')
+    raise FormatError(f'"{entry[0]}" in "boxes" is not a rank with a list of boxes')
 
 
 def _read_box(data: object) -> Box:
@@ -435,3 +401,9 @@ def _read_box(data: object) -> Box:
         case [list(start), list(stop)]:
             return Box(_ints(start), _ints(stop))
     raise FormatError(f"a box is [start, stop], and found {data}")
+
+
+def _ints(values: list[Any]) -> tuple[int, ...]:
+    if not all(type(value) is int for value in values):
+        raise FormatError(f"expected a list of whole numbers and found {values}")
+    return tuple(values)

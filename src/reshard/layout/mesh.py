@@ -46,23 +46,20 @@ class Mesh:
     ranks: Sequence[int]
     """The ranks in row-major order; a ``range`` where they are evenly spaced."""
 
-    def __init__(self, ranks: Sequence[int] | None = None, *more: Never, **axes: int) -> None:
+    def __init__(self, /, ranks: Sequence[int] | None = None, *more: Never, **axes: int) -> None:
         is_list = ranks is None or (isinstance(ranks, Iterable) and not isinstance(ranks, str))
         if more or not is_list:
-            given = ", ".join(map(repr, (ranks, *more)))
+            values = ", ".join(map(repr, (ranks, *more)))
             raise MeshError(
-                f"Mesh({given:.60}): give axes by name and ranks as a list, such as "
+                f"Mesh({values:.60}): give axes by name and ranks as a list, such as "
                 'Mesh(dp=2, tp=4, ranks=range(8)), or a text to Mesh.parse("dp=2 tp=4")'
             )
         ranks = ranks if ranks is None or isinstance(ranks, range) else tuple(map(_rank, ranks))
-        axes = {axis: _whole(size) for axis, size in axes.items()}
-        self._sizes = tuple(axes.items())
-        self.axes = MappingProxyType(axes)
-        for axis, size in self._sizes:
-            _check_axis(axis, size)
+        self._sizes = tuple((axis, _checked_size(axis, size)) for axis, size in axes.items())
+        self.axes = MappingProxyType(dict(self._sizes))
         if len(axes) > MAX_AXES:
             raise MeshError(f"a mesh of {len(axes)} axes: at most {MAX_AXES} work")
-        count = prod(size for _, size in self._sizes)
+        count = prod(self.axes.values())
         if count > MAX_RANKS:
             raise MeshError(
                 f"mesh {quoted(self._axes_text())} has {count} ranks: at most {MAX_RANKS} work"
@@ -93,10 +90,7 @@ class Mesh:
                 raise MeshError(
                     f"axis {quoted(match[1])} appears twice in mesh {quoted(text)}: name each once"
                 )
-            if len(axes) >= MAX_AXES:
-                raise MeshError(f"mesh {quoted(text)} has more than {MAX_AXES} axes: use fewer")
-            axes[match[1]] = _bounded(match[2], text)
-            _check_axis(match[1], axes[match[1]])
+            axes[match[1]] = _checked_size(match[1], _bounded(match[2], text))
         if not axes and not at:
             raise NotationError(
                 f"mesh {quoted(text)} names no axis: expected name=size, such as tp=4"
@@ -179,14 +173,6 @@ class Mesh:
         return hash((self._sizes, self.ranks))
 
 
-def _whole(size: object) -> int:
-    """A number of any kind of integer as an int; others as they are, to be refused."""
-    try:
-        return index(size) if size is not True else size  # type: ignore[arg-type]
-    except TypeError:
-        return size  # type: ignore[return-value]
-
-
 def _rank(rank: object) -> int:
     try:
         return index(rank)  # type: ignore[arg-type]
@@ -198,14 +184,20 @@ def _rebuild(sizes: tuple[tuple[str, int], ...], ranks: Sequence[int]) -> Mesh:
     return Mesh(ranks=ranks, **dict(sizes))
 
 
-def _check_axis(axis: str, size: int) -> None:
+def _checked_size(axis: str, size: object) -> int:
+    """The size of an axis, any kind of integer, as an int; refuses other sizes and wrong names."""
     if not _AXIS.match(axis) or axis in RESERVED:
         raise MeshError(
             f"{quoted(axis)} cannot name an axis: use letters, digits and _, "
             f"and none of {' '.join(sorted(RESERVED))}"
         )
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+    try:
+        number = 0 if isinstance(size, bool) else index(size)  # type: ignore[arg-type]
+    except TypeError:
+        number = 0
+    if number < 1:
         raise MeshError(f"axis {quoted(axis)} has size {size!r}: an axis has at least 1 rank")
+    return number
 
 
 def _as_ranks(ranks: Sequence[int]) -> Sequence[int]:
@@ -225,22 +217,17 @@ def _as_ranks(ranks: Sequence[int]) -> Sequence[int]:
 
 def parse_ranks(text: str, where: str) -> Sequence[int]:
     """Read ``8-11,16`` as the ranks 8, 9, 10, 11, 16."""
-    ranks: list[int] = []
-    for word in text.strip().split(","):
-        match = _RANGE.match(word.strip())
+    ranks, source = list[int](), quoted(where.strip())
+    for word in map(str.strip, text.split(",")):
+        match = _RANGE.match(word)
         if not match:
-            raise NotationError(
-                f"{quoted(word.strip())} in {quoted(where.strip())} is not a rank: "
-                "expected 8 or 8-11"
-            )
+            raise NotationError(f"{quoted(word)} in {source} is not a rank: expected 8 or 8-11")
         first, last = _bounded(match[1], where), _bounded(match[2] or match[1], where)
         if last < first or last - first >= MAX_RANKS:
-            raise NotationError(
-                f"{quoted(word.strip())} in {quoted(where.strip())} goes backwards or too far"
-            )
+            raise NotationError(f"{quoted(word)} in {source} goes backwards or too far")
         ranks.extend(range(first, last + 1))
         if len(ranks) > MAX_RANKS:
-            raise NotationError(f"{quoted(where.strip())} lists more than {MAX_RANKS} ranks")
+            raise NotationError(f"{source} lists more than {MAX_RANKS} ranks")
     return ranks
 
 

@@ -20,7 +20,7 @@ grammar and knows neither meshes nor shapes; `Layout` gives the words their mean
 
     >>> words = parse("(tp*128 dp) - | on pp=2")
     >>> words.dims[0]
-    (Units('tp', 128), Chunk('dp'))
+    (Chunk(axis='tp', unit=128), Chunk(axis='dp', unit=1))
     >>> str(words)
     '(tp*128 dp) - | on pp=2'
 """
@@ -33,7 +33,7 @@ from itertools import chain
 from typing import Any, NoReturn, TypeVar
 
 from reshard.errors import NotationError
-from reshard.layout.mesh import RESERVED, parse_ranks
+from reshard.layout.mesh import MAX_TEXT, RESERVED, parse_ranks
 from reshard.layout.words import (
     OPS,
     Chunk,
@@ -43,7 +43,6 @@ from reshard.layout.words import (
     Packed,
     Ragged,
     Segment,
-    Units,
     Words,
     ZigZag,
 )
@@ -52,7 +51,6 @@ from reshard.text import quoted
 _TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z_][A-Za-z0-9_]*|\d+|\S)", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_]", re.ASCII)
 _ORDER = ("on", "reduce", "flat", "without")
-MAX_TEXT = 1 << 20
 MAX_DEPTH = 16
 MAX_ANSWERED = 200  # characters of a text in another notation that is answered in ours
 _T = TypeVar("_T")
@@ -97,18 +95,19 @@ class _Parser:
             raise NotationError(f"a layout text of {len(text)} characters: at most {MAX_TEXT} work")
         self.text = text
         self.tokens = [(match[1], match.start(1)) for match in _TOKEN.finditer(text)]
+        self.tokens.append(("", len(text)))
         self.at = 0
         self.depth = 0
 
     def layout(self) -> Words:
         """``dims { "|" suffix }``"""
         dims, rest = self._dims()
-        found: dict[str, object] = {}
+        suffixes: dict[str, Any] = {}
         while self._take("|"):
-            self._suffix(found)
+            self._suffix(suffixes)
         if self._peek():
             self._wrong('a word for one tensor dim or "|"')
-        words = Words(dims, rest, **found)  # type: ignore[arg-type]
+        words = Words(dims, rest, **suffixes)
         self._axes_once(words)
         return words
 
@@ -135,8 +134,7 @@ class _Parser:
         if self._touching() and self._take("{"):
             if any(isinstance(cut, Packed) for cut in cuts):
                 self._fail("segments are cut into segments", "give one list of segments")
-            sizes = self._list(self._int)
-            self._expect("}", '"," or "}"')
+            sizes = self._list(self._int, "}")
             cuts = (Packed(tuple(Segment(size, cuts) for size in sizes)),)
         self.depth -= 1
         return cuts
@@ -151,18 +149,14 @@ class _Parser:
 
     def _cut(self) -> Cut:
         if self._take("{"):
-            segments = self._list(self._segment)
-            self._expect("}", '"," or "}"')
-            return Packed(tuple(segments))
+            return Packed(self._list(self._segment, "}"))
         axis = self._axis()
         if self._take("*"):
-            return Units(axis, self._positive())
+            return Chunk(axis, self._positive())
         if self._take(":"):
             return Cyclic(axis, self._positive())
         if self._take("["):
-            sizes = self._list(self._int)
-            self._expect("]", '"," or "]"')
-            return Ragged(axis, tuple(sizes))
+            return Ragged(axis, self._list(self._int, "]"))
         return ZigZag(axis) if self._take("~") else Chunk(axis)
 
     def _segment(self) -> Segment:
@@ -170,25 +164,27 @@ class _Parser:
         whole = self._take("-") or self._peek() in (",", "}")
         return Segment(size, () if whole else self._cuts())
 
-    def _suffix(self, found: dict[str, object]) -> None:
+    def _suffix(self, suffixes: dict[str, Any]) -> None:
         word = self._peek()
         key = "reduce" if word in OPS else word
         if key not in _ORDER:
             self._wrong("one of on, sum, avg, max, min, prod, flat, without")
-        if any(_ORDER.index(key) <= _ORDER.index(earlier) for earlier in found):
+        if any(_ORDER.index(key) <= _ORDER.index(earlier) for earlier in suffixes):
             self._fail(
                 f'suffix "{word}" is out of order or repeated', "write on, sum, flat, without"
             )
         self.at += 1
         match key:
             case "on":
-                found[key] = self._items(self._place, "axis=coordinates, such as pp=2")
+                suffixes[key] = self._items(self._place, "axis=coordinates, such as pp=2")
             case "reduce":
-                found[key] = word, self._items(self._axis, "the axes that hold addends")
+                suffixes[key] = word, self._items(self._axis, "the axes that hold addends")
             case "flat":
-                found[key] = self._cuts()
+                suffixes[key] = self._cuts()
             case "without":
-                found[key] = self._without()
+                ranks = parse_ranks(self.text[self.tokens[self.at][1] :], self.text)
+                suffixes[key] = tuple(sorted(set(ranks)))
+                self.at = len(self.tokens) - 1
 
     def _place(self) -> tuple[str, tuple[int, ...]]:
         axis = self._axis()
@@ -203,11 +199,6 @@ class _Parser:
         if not items:
             self._wrong(expected)
         return tuple(items)
-
-    def _without(self) -> tuple[int, ...]:
-        start = self.tokens[self.at][1] if self._peek() else len(self.text)
-        self.at = len(self.tokens)
-        return tuple(sorted(set(parse_ranks(self.text[start:], self.text))))
 
     def _axes_once(self, words: Words) -> None:
         """Each axis has one job: a dim, ``flat``, ``on`` or a pending reduction."""
@@ -245,19 +236,20 @@ class _Parser:
             self._wrong("a number of at least 1")
         return number
 
-    def _list(self, item: Callable[[], _T]) -> list[_T]:
+    def _list(self, item: Callable[[], _T], close: str = "") -> tuple[_T, ...]:
+        """Items with commas between them, up to a closing token if there is one."""
         items = [item()]
         while self._take(","):
             items.append(item())
-        return items
+        if close:
+            self._expect(close, f'"," or "{close}"')
+        return tuple(items)
 
     def _peek(self) -> str:
-        return self.tokens[self.at][0] if self.at < len(self.tokens) else ""
+        return self.tokens[self.at][0]
 
     def _touching(self) -> bool:
         """Whether the next token follows the one before without a space."""
-        if self.at == 0 or self.at >= len(self.tokens):
-            return False
         before, start = self.tokens[self.at - 1]
         return self.tokens[self.at][1] == start + len(before)
 
@@ -272,10 +264,10 @@ class _Parser:
             self._wrong(expected)
 
     def _wrong(self, expected: str) -> NoReturn:
-        found = quoted(self._peek()) if self._peek() else "the end"
-        where = self.tokens[self.at][1] + 1 if self._peek() else len(self.text) + 1
+        token, at = self.tokens[self.at]
+        shown = quoted(token) if token else "the end"
         raise NotationError(
-            f"layout {quoted(self.text)}: found {found} at character {where}, expected {expected}"
+            f"layout {quoted(self.text)}: found {shown} at character {at + 1}, expected {expected}"
         )
 
     def _fail(self, what: str, hint: str) -> NoReturn:
@@ -290,11 +282,11 @@ _PLACEMENT = re.compile(
 def from_placements(axes: Iterable[str], placements: object) -> str | None:
     """What DTensor's placements are in the notation, for who types them as a layout; else None."""
     if isinstance(placements, str):
-        typed = _PLACEMENT.finditer(placements if len(placements) <= MAX_ANSWERED else "")
-        listed = [(found[1], int(found[2] or 0)) for found in typed]
+        matches = _PLACEMENT.finditer(placements if len(placements) <= MAX_ANSWERED else "")
+        listed = [(match[1], int(match[2] or 0)) for match in matches]
     else:
-        made: list[Any] = [*placements] if isinstance(placements, list | tuple) else [placements]
-        listed = [(type(one).__name__, getattr(one, "dim", 0)) for one in made]
+        several = placements if isinstance(placements, list | tuple) else (placements,)
+        listed = [(type(one).__name__, getattr(one, "dim", 0)) for one in several]
     kinds = [kind for kind, _ in listed]
     if not kinds or not set(kinds) <= {"Shard", "_StridedShard", "Replicate", "Partial"}:
         return None

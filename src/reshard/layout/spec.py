@@ -11,18 +11,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import lcm, prod
 
 import numpy as np
 
 from reshard.dtypes import canonical_dtype, itemsize
 from reshard.errors import LayoutError
+from reshard.layout.box import check_shape
 from reshard.layout.boxlist import piece_columns
 from reshard.layout.columns import Ints, contained, distinct, distinct_first, sized_cache
 from reshard.layout.grid import DimTable, Grid, addend_of, grids_of, num_addends
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
-from reshard.layout.words import check_shape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,48 +93,43 @@ def agrees(layout: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
 @sized_cache(16 << 20, lambda _, one, other, shape: one.num_bytes + other.num_bytes)
 def is_part_of(layout: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
     """Whether every rank of a layout holds the same by another one, which may have more ranks."""
-    return agrees(layout, other, shape) and (
-        layout == other or set(layout.ranks) <= set(other.ranks) or layout.same_as(other, shape)
-    )
+    has_ranks = set(layout.ranks) <= set(other.ranks)
+    return agrees(layout, other, shape) and (has_ranks or layout.same_as(other, shape))
 
 
 def holds_alike(layout: Layout, other: Layout, rank: int, shape: tuple[int, ...]) -> bool:
     """Whether a rank has the same local tensor by both layouts."""
+    one, two = (_local(each, rank, shape) for each in (layout, other))
+    return one == two
+
+
+def _local(layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[object, ...]:
+    """The pieces of a rank, the shape of its local tensor, and which addend it is."""
     pieces = layout.pieces(rank, shape)
-    addend, other_addend = (
-        (one.reduce[0], addend_of(one)[rank], num_addends(one))
-        if one.reduce and one.holds(rank) is not None
-        else None
-        for one in (layout, other)
-    )
-    if pieces != other.pieces(rank, shape) or addend != other_addend:
-        return False
-    return not pieces or layout.local_shape(rank, shape) == other.local_shape(rank, shape)
+    addend = None
+    if layout.reduce and layout.holds(rank) is not None:
+        addend = layout.reduce[0], addend_of(layout)[rank], num_addends(layout)
+    return pieces, pieces and layout.local_shape(rank, shape), addend
 
 
 def _hash_grid(hasher: hashlib.blake2b, grid: Grid, lost: Ints) -> None:
     """Hash one box per rank if that is all there is, else the tables and each rank's parts."""
     tables = [_canonical(dim) for dim in grid.dims]
-    held = np.flatnonzero((grid.region_at >= 0) & ~contained(grid.ranks, lost))
-    regions = grid.region_at[held]
-    columns = [grid.ranks[held]]
-    single = all(len(starts) == len(distinct(parts)) for starts, _, parts, _ in tables)
-    for (starts, stops, parts, number), of in zip(tables, grid.parts_of(regions), strict=True):
-        part = number[of]
-        if single:
-            at = np.full(max(len(starts), 1) + 1, 0)
-            at[parts] = np.arange(len(starts))
-            columns += [np.append(starts, -1)[at[part]], np.append(stops, -1)[at[part]]]
+    single = all(len(starts) == len(distinct(owners)) for starts, _, owners, _ in tables)
+    places = np.flatnonzero((grid.region_at >= 0) & ~contained(grid.ranks, lost))
+    pairs = zip(tables, grid.parts_of(grid.region_at[places]), strict=True)
+    numbers = [number[part] for (*_, number), part in pairs]
+    parts = np.array(numbers, dtype=np.int64).reshape(len(tables), len(places))
+    full = (parts >= 0).all(axis=0)
+    ranks = grid.ranks[places[full]]
+    columns = [ranks]
+    for (starts, stops, owners, _), part in zip(tables, parts[:, full], strict=True):
+        if single:  # a part is its only interval
+            columns += [starts[part], stops[part]]
         else:
-            hasher.update(np.concatenate([starts, stops, parts]).tobytes())
-        columns.append(part)
-    rows = np.stack(columns, axis=1)
-    rows = rows[(rows >= 0).all(axis=1)]
-    rows = rows[np.argsort(rows[:, 0])]
-    if single:
-        # The boxes alone.
-        boxes = [0] + [1 + 3 * dim + side for dim in range(len(grid.dims)) for side in (0, 1)]
-        rows = rows[:, boxes]
+            hasher.update(np.concatenate([starts, stops, owners]).tobytes())
+            columns.append(part)
+    rows = np.stack(columns, axis=1)[np.argsort(ranks)]
     hasher.update(b"box" if single else b"tables")
     hasher.update(np.ascontiguousarray(rows).tobytes())
 
@@ -210,12 +206,9 @@ def flat_bucket(
     num = mesh.axes[axis]
     unit = lcm(pad_to, num)
     share = -(-end // unit) * unit // num
-    lows = [number * share for number in range(num)]
-    sizes = {
-        name: [max(min(stop, low + share) - max(start, low), 0) for low in lows]
-        for name, (start, stop) in ranges.items()
-    }
-    return {
-        name: Layout(mesh, f"... | flat {axis}[{','.join(map(str, held))}]")
-        for name, held in sizes.items()
-    }
+    layouts = {}
+    for name, (start, stop) in ranges.items():
+        edges = (min(max(number * share, start), stop) for number in range(num + 1))
+        sizes = ",".join(str(high - low) for low, high in pairwise(edges))
+        layouts[name] = Layout(mesh, f"... | flat {axis}[{sizes}]")
+    return layouts

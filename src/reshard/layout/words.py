@@ -4,7 +4,7 @@ Every word keeps the order of the elements, so a rank's share of a dim is a risi
 intervals, and where an element sits in the local dim is how many held elements come before it.
 That makes nesting simple: the next word acts on the positions 0, 1, 2, ... of that list.
 
-    >>> held((Cyclic("tp", 2), Chunk("dp")), 10, {"tp": 2, "dp": 2}, {"tp": 0, "dp": 1})
+    >>> held_intervals((Cyclic("tp", 2), Chunk("dp")), 10, {"tp": 2, "dp": 2}, {"tp": 0, "dp": 1})
     [(5, 6), (8, 10)]
 
 Here tp=0 holds 0 1 | 4 5 | 8 9, and the second half of those six is 5 8 9.
@@ -12,54 +12,35 @@ Here tp=0 holds 0 1 | 4 5 | 8 9, and the second half of those six is 5 8 9.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from operator import index
 from typing import TypeAlias
 
 from reshard.errors import LayoutError
-from reshard.layout.box import Interval, length_of
+from reshard.layout.box import Interval, length_of, select
 from reshard.layout.mesh import format_ranks
 
 MAX_BLOCKS = 1 << 22  # blocks of a block-cyclic dim are listed one by one
 OPS = ("sum", "avg", "max", "min", "prod")  # how addends of a pending reduction become the value
 
 
-class _Word:
-    """A cut by one axis; its repr is the call that makes it."""
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """``tp``: as ``torch.chunk`` cuts, sizes rounded up, trailing shards shorter or empty.
 
-    __slots__ = ()
+    ``tp*128``: the same in whole units of 128.
+    """
+
     axis: str
+    unit: int = 1
 
     def __str__(self) -> str:
-        return self.axis
-
-    def __repr__(self) -> str:
-        values = (repr(getattr(self, field.name)) for field in fields(self))  # type: ignore[arg-type]
-        return f"{type(self).__name__}({', '.join(values)})"
+        return f"{self.axis}*{self.unit}" if self.unit > 1 else self.axis
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Chunk(_Word):
-    """``tp``: as ``torch.chunk`` cuts, sizes rounded up, trailing shards shorter or empty."""
-
-    axis: str
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Units(_Word):
-    """``tp*128``: as ``tp``, but in whole units of 128."""
-
-    axis: str
-    unit: int
-
-    def __str__(self) -> str:
-        return f"{self.axis}*{self.unit}"
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Cyclic(_Word):
+@dataclass(frozen=True, slots=True)
+class Cyclic:
     """``tp:128``: blocks of 128 dealt round-robin, a rank's blocks joined in order."""
 
     axis: str
@@ -69,8 +50,8 @@ class Cyclic(_Word):
         return f"{self.axis}:{self.block}"
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Ragged(_Word):
+@dataclass(frozen=True, slots=True)
+class Ragged:
     """``tp[3,1,4,2]``: these sizes, 0 allowed."""
 
     axis: str
@@ -80,8 +61,8 @@ class Ragged(_Word):
         return f"{self.axis}[{','.join(map(str, self.sizes))}]"
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class ZigZag(_Word):
+@dataclass(frozen=True, slots=True)
+class ZigZag:
     """``cp~``: 2n blocks, rank i holds block i and then block 2n-1-i."""
 
     axis: str
@@ -114,7 +95,8 @@ class Packed:
         return "{" + ", ".join(parts) + "}"
 
 
-Cut: TypeAlias = Chunk | Units | Cyclic | Ragged | ZigZag | Packed
+PlainCut: TypeAlias = Chunk | Cyclic | Ragged | ZigZag
+Cut: TypeAlias = PlainCut | Packed
 Cuts: TypeAlias = tuple[Cut, ...]  # what happens to a dim, left to right; empty means it is whole
 
 
@@ -178,104 +160,65 @@ def axes_of(cuts: Sequence[Cut]) -> tuple[str, ...]:
     >>> axes_of([Chunk("kv"), Cyclic("rep", 4)])
     ('kv', 'rep')
     """
-    axes: dict[str, None] = {}
+    return tuple({cut.axis: None for cut in plain_cuts(cuts)})
+
+
+def plain_cuts(cuts: Iterable[Cut]) -> Iterator[PlainCut]:
+    """All cuts by one axis, those of segments included."""
     for cut in cuts:
         if isinstance(cut, Packed):
             for segment in cut.segments:
-                axes.update(dict.fromkeys(axes_of(segment.cuts)))
+                yield from plain_cuts(segment.cuts)
         else:
-            axes[cut.axis] = None
-    return tuple(axes)
+            yield cut
 
 
-def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """The sizes of a shape; refuses negative ones, and what is no shape.
-
-    >>> check_shape([8, 4])
-    (8, 4)
-    """
-    try:
-        sizes = tuple(map(index, shape))
-    except TypeError:
-        raise LayoutError(f"{shape!r} is no shape: give sizes, such as (8192, 4096)") from None
-    for dim, size in enumerate(sizes):
-        if size < 0:
-            raise LayoutError(f"shape {sizes} has size {size} in dim {dim}: sizes are >= 0")
-    return sizes
+def placed_segments(packed: Packed, length: int) -> list[tuple[int, int, Cuts]]:
+    """The segments that divide a length: where each starts, its size and its cuts."""
+    sizes = [segment.size for segment in packed.segments]
+    check_sum(packed, sizes, length)
+    starts = accumulate(sizes, initial=0)
+    return [(at, part.size, part.cuts) for at, part in zip(starts, packed.segments, strict=False)]
 
 
-def held(
+def held_intervals(
     cuts: Cuts, length: int, sizes: Mapping[str, int], coords: Mapping[str, int]
 ) -> list[Interval]:
     """The intervals of a dim that one coordinate holds, in rising order."""
     mine = [(0, length)] if length else []
     for cut in cuts:
         if isinstance(cut, Packed):
-            parts, kept = cut.segments, list[Interval]()
-            check_sum(cut, [part.size for part in parts], length_of(mine))
-            for at, part in zip(
-                accumulate((p.size for p in parts), initial=0), parts, strict=False
-            ):
-                inside = held(part.cuts, part.size, sizes, coords)
-                kept += [(at + low, at + high) for low, high in inside]
+            kept = [
+                (at + low, at + high)
+                for at, size, inner in placed_segments(cut, length_of(mine))
+                for low, high in held_intervals(inner, size, sizes, coords)
+            ]
         else:
-            kept = tiling(cut, length_of(mine), sizes[cut.axis]).of(coords[cut.axis])
-        mine = _select(mine, kept)
+            kept = _blocks_of(coords[cut.axis], cut, length_of(mine), sizes[cut.axis])
+        mine = select(mine, kept)
     return mine
 
 
-def _select(intervals: list[Interval], positions: list[Interval]) -> list[Interval]:
-    """The elements at these positions of a list of intervals; both are in rising order."""
-    if len(intervals) == 1 and intervals[0][0] == 0:
-        return positions
-    chosen: list[Interval] = []
-    first, before = 0, 0
-    for low, high in positions:
-        while first < len(intervals) and before + intervals[first][1] - intervals[first][0] <= low:
-            before += intervals[first][1] - intervals[first][0]
-            first += 1
-        index, seen = first, before
-        while index < len(intervals) and seen < high:
-            start, stop = intervals[index]
-            chosen.append((start + max(low - seen, 0), min(stop, start + high - seen)))
-            seen += stop - start
-            index += 1
-    return [(start, stop) for start, stop in chosen if stop > start]
+def _blocks_of(coord: int, cut: PlainCut, length: int, num: int) -> list[Interval]:
+    starts, owners = tiling(cut, length, num)
+    if isinstance(owners, range):
+        numbers: Sequence[int] = [coord] if coord in owners else []
+    else:
+        numbers = [number for number, owner in enumerate(owners) if owner == coord]
+    last = len(starts) - 1
+    return [(starts[at], starts[at + 1] if at < last else length) for at in numbers]
 
 
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """A length divided into blocks without gaps: where each starts, and which coordinate holds it.
+def tiling(cut: PlainCut, length: int, num: int) -> tuple[Sequence[int], Sequence[int]]:
+    """How one word divides a length into blocks: where each starts, and which coordinate holds it.
 
     Ranges stay ranges, so that sixteen thousand shards cost no more than four.
-    """
 
-    length: int
-    starts: Sequence[int]
-    owners: Sequence[int]
-
-    def of(self, owner: int) -> list[Interval]:
-        """The blocks of one coordinate."""
-        if isinstance(self.owners, range):
-            numbers: Sequence[int] = [owner] if owner in self.owners else []
-        else:
-            numbers = [i for i, other in enumerate(self.owners) if other == owner]
-        last = len(self.starts) - 1
-        return [(self.starts[i], self.starts[i + 1] if i < last else self.length) for i in numbers]
-
-
-def tiling(cut: Cut, length: int, num: int) -> Tiling:
-    """How one word divides a length over the ``num`` coordinates of its axis.
-
-    >>> [tiling(Chunk("tp"), 10, 4).of(c) for c in range(4)]
-    [[(0, 3)], [(3, 6)], [(6, 9)], [(9, 10)]]
-    >>> tiling(ZigZag("cp"), 8, 2).of(1)
-    [(2, 4), (4, 6)]
+    >>> tiling(Chunk("tp"), 10, 4), tiling(ZigZag("cp"), 8, 2)
+    ((range(0, 10, 3), range(0, 4)), (range(0, 8, 2), [0, 1, 1, 0]))
     """
     match cut:
-        case Chunk():
-            return _even(length, _ceil(length, num))
-        case Units(unit=unit):
+        case Chunk(unit=unit):
             return _even(length, _ceil(_ceil(length, unit), num) * unit)
         case ZigZag():
             return _even(length, _ceil(length, 2 * num), [*range(num), *reversed(range(num))])
@@ -290,18 +233,18 @@ def tiling(cut: Cut, length: int, num: int) -> Tiling:
             check_sum(cut, sizes, length)
             starts = [*accumulate(sizes, initial=0)]
             kept = [n for n, size in enumerate(sizes) if size]
-            return Tiling(length, [starts[n] for n in kept], kept)
-        case Packed():
-            raise TypeError("a packed word has segments, each with a tiling of its own")
+            return [starts[n] for n in kept], kept
 
 
 def _ceil(length: int, parts: int) -> int:
     return -(-length // parts)
 
 
-def _even(length: int, block: int, owners: Sequence[int] | None = None) -> Tiling:
+def _even(
+    length: int, block: int, owners: Sequence[int] | None = None
+) -> tuple[Sequence[int], Sequence[int]]:
     starts = range(0, length, block) if length else range(0)
-    return Tiling(length, starts, range(len(starts)) if owners is None else owners[: len(starts)])
+    return starts, range(len(starts)) if owners is None else owners[: len(starts)]
 
 
 def check_sum(cut: Cut, sizes: Sequence[int], length: int) -> None:

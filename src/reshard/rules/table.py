@@ -25,7 +25,7 @@ from reshard.layout.columns import sized_cache
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.layout.notation import parse
-from reshard.layout.words import Chunk, Cut, Cuts, Packed, Segment, Units, Words, held
+from reshard.layout.words import Chunk, Cut, Cuts, Packed, Segment, Words, held_intervals
 from reshard.rules.document import Document, Rule, located
 from reshard.rules.language import INDEX, Place
 from reshard.text import and_more, count, quoted
@@ -282,11 +282,11 @@ def _idle(layout: Layout, shape: tuple[int, ...]) -> Iterator[tuple[int, int, tu
     for length, cuts in left:
         packed = [cut for cut in cuts if isinstance(cut, Packed)]
         left += [(part.size, part.cuts) for cut in packed for part in cut.segments]
-        units = [cut for cut in cuts if isinstance(cut, Units) and cut.unit > 1]
+        units = [cut for cut in cuts if isinstance(cut, Chunk) and cut.unit > 1]
         axes = tuple(cut.axis for cut in units)
         places = [*product(*(range(sizes[axis]) for axis in axes))]
         coords = (dict(zip(axes, place, strict=True)) for place in places)
-        idle = sum(not held(tuple(units), length, sizes, at) for at in coords)
+        idle = sum(not held_intervals(tuple(units), length, sizes, at) for at in coords)
         if idle and length:
             yield idle, len(places), axes
 
@@ -322,5 +322,5 @@ def _keep(cuts: Cuts, axes: Collection[str]) -> Cuts:
             segments = tuple(Segment(part.size, _keep(part.cuts, axes)) for part in cut.segments)
             kept += [Packed(segments)] if any(part.cuts for part in segments) else []
         elif cut.axis in axes:
-            kept.append(Chunk(cut.axis) if isinstance(cut, Units) and cut.unit == 1 else cut)
+            kept.append(cut)
     return tuple(kept)

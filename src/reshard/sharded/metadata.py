@@ -12,7 +12,7 @@ from torch.distributed.remote_device import _remote_device
 
 from reshard.errors import ArgumentError
 from reshard.layout.box import Box
-from reshard.layout.coverage import first_overlap, one_missing_box
+from reshard.layout.coverage import first_overlap, missing_boxes
 from reshard.layout.layout import Layout
 from reshard.sharded.groups import worker_rank
 
@@ -240,8 +240,9 @@ def check_tensor(shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence
         return
     why = "some overlap, every element is in one shard"
     if covered < prod(size):
-        missing = one_missing_box(Box.whole(size), [shard.box for shard in shards])
-        why = f"they do not cover the entire tensor, add a shard for {missing}"
+        gaps = missing_boxes(Box.whole(size), [shard.box for shard in shards])
+        largest = max(gaps, key=lambda gap: gap.size)
+        why = f"they do not cover the entire tensor, add a shard for {largest}"
     raise ArgumentError(
         f"the {len(shards)} shards have {covered} elements, which does not match tensor volume "
         f"{prod(size)} of size {list(size)}: {why}"

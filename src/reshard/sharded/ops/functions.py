@@ -93,7 +93,7 @@ def _have_whole_heads(contents: list[Content]) -> bool:
     if {*ranks} != {*members(first.group)} or any((*cuts[:HEADS], *cuts[HEADS + 1 :])):
         return False
     # Otherwise a rank's query heads need not be those of its key heads.
-    in_chunks = all(isinstance(cut, Chunk) for cut in cuts[HEADS])
+    in_chunks = all(isinstance(cut, Chunk) and cut.unit == 1 for cut in cuts[HEADS])
     return not any(count % len(ranks) for count in counts) and (in_chunks or len({*counts}) == 1)
 
 

@@ -15,7 +15,7 @@ from math import prod
 
 from reshard.errors import ReshardError
 from reshard.layout.layout import BoxLayout, Layout
-from reshard.layout.words import Cuts, Cyclic, Packed, Ragged, Units, ZigZag
+from reshard.layout.words import Chunk, Cuts, Cyclic, Packed, Ragged, ZigZag
 from reshard.planning.plans import Plan
 from reshard.show.holdings import two_dims
 from reshard.show.page.document import Document, Move, render_fragment
@@ -115,12 +115,10 @@ def _length(cuts: Cuts, layout: Layout) -> int:
                 length = max(length, sum(segment.size for segment in cut.segments))
             case Ragged():
                 length = sum(cut.sizes)
-            case Units(axis=axis, unit=unit):
+            case Chunk(axis=axis, unit=unit):
                 length *= sizes[axis] * unit
             case Cyclic(axis=axis, block=block):
                 length *= sizes[axis] * block * 2
             case ZigZag(axis=axis):
                 length *= sizes[axis] * 2
-            case _:
-                length *= sizes[cut.axis]
     return length

@@ -22,7 +22,7 @@ from reshard.errors import LayoutError
 from reshard.layout.box import Box, Interval, length_of
 from reshard.layout.columns import SizedCache
 from reshard.layout.layout import BoxLayout, Layout
-from reshard.layout.words import held
+from reshard.layout.words import held_intervals
 from reshard.tensors.dtensor.placements import Placed, check_placements
 
 Intervals = tuple[Interval, ...]
@@ -165,7 +165,7 @@ def _held(placed: Placed, shape: tuple[int, ...], rank: int) -> Dims:
     check_placements(mesh, placed.placements, shape)
     pairs = zip(placed.cuts(shape, (rank,)), shape, strict=True)
     place = mesh.coords(rank)
-    return tuple(tuple(held(cuts, length, mesh.axes, place)) for cuts, length in pairs)
+    return tuple(tuple(held_intervals(cuts, length, mesh.axes, place)) for cuts, length in pairs)
 
 
 def _box(intervals: Intervals) -> Box:

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice, permutations, product
 from math import prod
-from operator import index
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -27,14 +26,14 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from reshard.errors import LayoutError
-from reshard.layout.box import Box, length_of
+from reshard.layout.box import Box, check_shape, length_of
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import RESERVED, Mesh
-from reshard.layout.words import Chunk, Cut, Cuts, Cyclic, Packed, Segment, Words, check_shape, held
+from reshard.layout.words import Chunk, Cut, Cuts, Cyclic, Packed, Segment, Words, held_intervals
 from reshard.tensors.kinds import this_rank
 
 _REFUSED = RESERVED | {"self"}
-"""Names that an axis cannot have; ``self`` because ``Mesh`` takes axes as keywords."""
+"""Names that become others: words of the notation, and ``self``, which no axis could have once."""
 
 _known: WeakKeyDictionary[DeviceMesh, tuple[int, Mesh]] = WeakKeyDictionary()
 """The mesh of each DeviceMesh, and the rank that it was read on; weak, so that groups can go."""
@@ -88,8 +87,7 @@ MAX_PARTS = 1 << 16
 def layout_from(
     device_mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> Layout:
-    sizes = tuple(map(index, shape))
-    check_shape(sizes)
+    sizes = check_shape(shape)
     return Placed(mesh_of(device_mesh), positive_dims(placements, sizes)).layout(sizes)
 
 
@@ -137,7 +135,7 @@ class Placed(NamedTuple):
             if isinstance(placement, _StridedShard):
                 before, length = tuple(dims[placement.dim]), shape[placement.dim]
                 places = map(self.mesh.coords, ranks)
-                parts = (held(before, length, self.mesh.axes, place) for place in places)
+                parts = (held_intervals(before, length, self.mesh.axes, at) for at in places)
                 cut = _strided(self.mesh, axis, placement, set(map(length_of, parts)))
                 dims[placement.dim].append(cut)
             elif isinstance(placement, Shard):
@@ -352,11 +350,11 @@ def _factors(cuts: Cuts, mesh: Mesh, length: int) -> Iterator[tuple[str, int]]:
     """Each axis that shards a dim, and the split factor of its word; 1 for plain chunks."""
     for cut in cuts:
         match cut:
-            case Chunk(axis=axis):
+            case Chunk(axis=axis, unit=1):
                 yield axis, 1
                 length = -(-length // mesh.axes[axis])
             case Cyclic(axis=axis, block=block):
                 yield axis, max(1, length // (block * mesh.axes[axis]))
                 length //= mesh.axes[axis]
-            case Packed(segments=[Segment(cuts=(Chunk(axis=axis),)), *_]):
+            case Packed(segments=[Segment(cuts=(Chunk(axis=axis, unit=1),)), *_]):
                 yield axis, len(cut.segments)
