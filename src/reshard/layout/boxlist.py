@@ -19,7 +19,7 @@ import numpy as np
 from reshard.layout.box import Box, Interval, Piece, length_of, row_major
 from reshard.layout.columns import Ints, contained, offsets, sized_cache, spread
 from reshard.layout.coverage import box_columns, overlapping_pairs
-from reshard.layout.grid import Grid, grids_of
+from reshard.layout.grid import DimTable, Grid, grids_of
 from reshard.layout.layout import BoxLayout, Layout, Owners
 from reshard.layout.words import is_mixed
 
@@ -207,10 +207,17 @@ def _insert(
 
 
 def owners(layout: Layout, box: Box, shape: tuple[int, ...]) -> tuple[Owners, ...]:
-    """Who holds the data inside a box: disjoint boxes in order, each with all its holders."""
+    """Who holds the data inside a box: disjoint boxes in order, each with all its holders.
+
+    Of a regular layout only the boxes that meet this one are listed.
+    """
     layout.dims(shape)
     box = Box.whole(shape) & box
-    listed = listed_of(layout, shape)
+    grids = grids_of(layout, shape)
+    if grids is None:
+        listed = listed_of(layout, shape)
+    else:
+        listed = _list_grids([_near(grid, box) for grid in grids], np.zeros(0, np.int64))
     here = box_columns([box] if box.size else [], len(shape))
     parts = [
         Owners(
@@ -220,6 +227,17 @@ def owners(layout: Layout, box: Box, shape: tuple[int, ...]) -> tuple[Owners, ..
         for row in overlapping_pairs(*here, listed.starts, listed.stops)[1]
     ]
     return tuple(sorted(parts, key=lambda part: part.box))
+
+
+def _near(grid: Grid, box: Box) -> Grid:
+    """A grid of the intervals that meet a box."""
+    dims = []
+    for dim, low, high in zip(grid.dims, box.start, box.stop, strict=True):
+        first = np.searchsorted(dim.stops, low, side="right")
+        kept = slice(first, max(first, np.searchsorted(dim.starts, high, side="left")))
+        parts = dim.starts[kept], dim.stops[kept], dim.parts[kept]
+        dims.append(DimTable(*parts, dim.places, dim.axes))
+    return replace(grid, dims=tuple(dims))
 
 
 class LocalPieces:

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 # numpy is loaded by the functions that need it, so that inspecting a checkpoint does without.
 
-MAX_STEPS = 3_000_000
-"""About three seconds of halving. Overlapping boxes can encode any logical formula, for which no
+MAX_STEPS = 5_000_000
+"""About five seconds of halving. Overlapping boxes can encode any logical formula, for which no
 method is fast; the shards of a real job take a few dozen steps for each box."""
 MAX_CUT_ROUNDS = 32  # rounds of straight cuts; boxes that are nested deeper are compared in pairs
 PAIRS_AT_ONCE = 1 << 18
