@@ -20,8 +20,7 @@ Formulas: what is ``i * pp_size // num_layers`` for layer 7?
     factor  = int | name | "-" factor | "(" formula ")"
     places  = { axis "=" formula { "," formula } }
 
-Formulas mean what they mean in Python, which parses them; tokens are checked first and nothing is
-executed. Text, nesting and values are bounded.
+Formulas mean what they mean in Python. Text, nesting and values are bounded.
 
     >>> stage = Formula.parse("i * pp_size // num_layers")
     >>> stage.value({"i": 7, "pp_size": 4, "num_layers": 10}), sorted(stage.names)
@@ -38,15 +37,15 @@ with a number and hold no formula, are left as they are, so both may be used tog
 
 from __future__ import annotations
 
-import ast
 import operator
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import pairwise
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 from reshard.errors import RulesError
 from reshard.text import quoted
@@ -64,20 +63,23 @@ _WILD = re.compile(r"(\*|\{[^{}]*\})")
 _CAPTURE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}\Z", re.ASCII)
 _DIGITS = re.compile(r"(?<![^.*])[0-9]+(?![^.*])", re.ASCII)
 
+_OPERAND = re.compile(r"[A-Za-z_0-9(-]", re.ASCII)
 _TOKEN = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*|[0-9]+|//|\S)", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_]", re.ASCII)
-_OPERAND = re.compile(r"[A-Za-z_0-9]", re.ASCII)
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _SEGMENTS = re.compile(r"[^,]*,|\s*[0-9]+\s*(?:-?\s*\Z|[A-Za-z_(])", re.ASCII)
 
-_OPERATORS: dict[type[ast.operator], tuple[str, Callable[[int, int], int]]] = {
-    ast.Add: ("+", operator.add),
-    ast.Sub: ("-", operator.sub),
-    ast.Mult: ("*", operator.mul),
-    ast.FloorDiv: ("//", operator.floordiv),
-    ast.Mod: ("%", operator.mod),
+_OPERATORS: Mapping[str, Callable[[int, int], int]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "//": operator.floordiv,
+    "%": operator.mod,
 }
-_SIGNS = {sign for sign, _ in _OPERATORS.values()}
+_BINDING = {"+": 1, "-": 1, "*": 2, "//": 2, "%": 2, "minus sign": 3}
+
+Tree: TypeAlias = "int | str | tuple[str, Tree, Tree]"
+"""A number, a name, or an operator with two operands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +107,8 @@ class Pattern:
         >>> Pattern.parse("h.{i}.w").match("h.x.w") is None
         True
         """
-        found = self.regex.match(name)
-        return {key: found.start(key) for key in self.captures} if found else None
+        match = self.regex.match(name)
+        return {key: match.start(key) for key in self.captures} if match else None
 
     def digits(self) -> set[str]:
         """The integers that the pattern spells out, as in ``layers.0.*``.
@@ -132,13 +134,13 @@ _parsed = lru_cache(maxsize=1024)(Pattern.parse)
 def matching(pattern: str, names: Iterable[str]) -> list[str]:
     """The names that a pattern matches; wildcards of the shell raise an error with our spelling."""
     names = list(names)
-    found = [name for name in names if matches(pattern, name)]
-    if not found and any(fnmatchcase(name, pattern) for name in names):
+    chosen = [name for name in names if matches(pattern, name)]
+    if not chosen and any(fnmatchcase(name, pattern) for name in names):
         raise RulesError(
             f"pattern {quoted(pattern)}: ? and [...] stand for themselves; write * for any text "
             "and {i} for an integer between dots"
         )
-    return found
+    return chosen
 
 
 def _captures(text: str, words: list[str]) -> tuple[str, ...]:
@@ -185,17 +187,18 @@ class Formula:
 
     text: str
     names: frozenset[str]  # the names it uses
-    tree: ast.expr = field(compare=False, repr=False)
+    tree: Tree = field(compare=False, repr=False)
 
     @classmethod
     def parse(cls, text: str, within: str | None = None) -> Formula:
         """Read one formula; errors quote the text that it is within."""
         tokens = _tokens(text)
-        _check(within or text, tokens)
         names = frozenset(token for token in tokens if _NAME.match(token))
-        # A prefix keeps names apart from Python's keywords; int() drops leading zeros.
-        python = (f"_{t}" if t in names else str(int(t)) if t.isdigit() else t for t in tokens)
-        return cls(text, names, ast.parse(" ".join(python), mode="eval").body)
+        rest = deque(tokens)
+        tree = _parse(within or text, rest)
+        if rest:
+            _fail(within or text, rest, "an operator")
+        return cls(text, names, tree)
 
     def value(self, numbers: Mapping[str, int]) -> int:
         """The value for these numbers; division by zero and huge values are a RulesError."""
@@ -241,47 +244,43 @@ def _tokens(text: str) -> list[str]:
     return _TOKEN.findall(text)
 
 
-def _check(text: str, tokens: Sequence[str]) -> None:
-    """Refuse tokens that are no formula: operands and operators take turns, parentheses match."""
-    depth = signs = 0
-    wants_operand = True
-    for at, token in enumerate(tokens):
-        rest = tokens[at:]
-        if not wants_operand and token not in (_SIGNS if depth == 0 else {*_SIGNS, ")"}):
-            _fail(text, rest, "an operator" if depth == 0 else '")"')
-        if wants_operand and token not in "(-" and not _OPERAND.match(token):
-            _fail(text, rest, "a number, a name or (")
-        depth += (token == "(") - (token == ")")
-        signs = signs + 1 if wants_operand and token == "-" else 0
-        if depth + signs > MAX_DEPTH:
-            raise RulesError(f'"{text}" nests more than {MAX_DEPTH} deep: write it simpler')
-        if token.isdigit():
-            _bounded(int(token))
-        wants_operand = token == "(" or token in _SIGNS
-    if wants_operand or depth:
-        _fail(text, [], "a number, a name or (" if wants_operand else '")"')
+def _parse(text: str, rest: deque[str], depth: int = 0, binding: int = 0) -> Tree:
+    """Take a formula from the front of the tokens, up to an operator that binds no tighter."""
+    if depth > MAX_DEPTH:
+        raise RulesError(f'"{text}" nests more than {MAX_DEPTH} deep: write it simpler')
+    tree: Tree
+    if not rest or not _OPERAND.match(rest[0]):
+        _fail(text, rest, "a number, a name or (")
+    token = rest.popleft()
+    if token == "(":
+        tree = _parse(text, rest, depth + 1)
+        if not rest or rest[0] != ")":
+            _fail(text, rest, '")"')
+        rest.popleft()
+    elif token == "-":
+        tree = "-", 0, _parse(text, rest, depth + 1, _BINDING["minus sign"])
+    else:
+        tree = _bounded(int(token)) if token.isdigit() else token
+    while rest and _BINDING.get(rest[0], 0) > binding:
+        sign = rest.popleft()
+        tree = sign, tree, _parse(text, rest, depth, _BINDING[sign])
+    return tree
 
 
 def _fail(text: str, rest: Sequence[str], expected: str) -> NoReturn:
-    found = f'"{rest[0]}"' if rest else "the end"
-    raise RulesError(f'"{text}": found {found}, expected {expected}')
+    token = f'"{rest[0]}"' if rest else "the end"
+    raise RulesError(f'"{text}": found {token}, expected {expected}')
 
 
-def _value(node: ast.expr, numbers: Mapping[str, int]) -> int:
-    match node:
-        case ast.Constant(int(number)):
-            return number
-        case ast.Name(name):
-            return _bounded(numbers[name[1:]])
-        case ast.UnaryOp(ast.USub(), operand):
-            return -_value(operand, numbers)
-        case ast.BinOp(left_node, op, right_node) if type(op) in _OPERATORS:
-            left, right = _value(left_node, numbers), _value(right_node, numbers)
-            sign, combine = _OPERATORS[type(op)]
-            if right == 0 and sign in ("//", "%"):
-                raise RulesError(f"{left} {sign} 0 divides by zero: check the numbers of the model")
-            return _bounded(combine(left, right))
-    raise AssertionError(f"{ast.dump(node)} is no part of a formula")
+def _value(tree: Tree, numbers: Mapping[str, int]) -> int:
+    if isinstance(tree, int):
+        return tree
+    if isinstance(tree, str):
+        return _bounded(numbers[tree])
+    sign, left, right = tree[0], _value(tree[1], numbers), _value(tree[2], numbers)
+    if right == 0 and sign in ("//", "%"):
+        raise RulesError(f"{left} {sign} 0 divides by zero: check the numbers of the model")
+    return _bounded(_OPERATORS[sign](left, right))
 
 
 def _bounded(value: int) -> int:
@@ -303,10 +302,10 @@ class Template:
             raise RulesError(f"a layout of {len(text)} characters: at most {MAX_LAYOUT} work")
         parts: list[str | Formula] = []
         at = 0
-        for found in _BRACES.finditer(text):
-            if not _SEGMENTS.match(found[1]):
-                parts += [text[at : found.start()], Formula.parse(found[1])]
-                at = found.end()
+        for match in _BRACES.finditer(text):
+            if not _SEGMENTS.match(match[1]):
+                parts += [text[at : match.start()], Formula.parse(match[1])]
+                at = match.end()
         return cls(text, (*parts, text[at:]))
 
     def names(self) -> set[str]:
