@@ -59,22 +59,7 @@ _HOMES = {
     "verify": "soundness",
 }
 
-__all__ = [
-    "ConvertReport",
-    "DiffReport",
-    "InspectedTensor",
-    "Inspection",
-    "LoadReport",
-    "SaveReport",
-    "TensorDiff",
-    "VerifyReport",
-    "convert",
-    "diff",
-    "inspect",
-    "load",
-    "save",
-    "verify",
-]  # a list, which type checkers and editors can read
+__all__ = [*_HOMES]
 
 if not TYPE_CHECKING:  # else every misspelt name would pass as one that is loaded here
 

@@ -39,6 +39,7 @@ from reshard.text import (
     count,
     format_bytes,
     format_shape,
+    listed,
     printable,
     quoted,
     shorten,
@@ -57,19 +58,19 @@ MAX_SIZES = 16
 
 def recovered(shape: Sequence[int], boxes: Iterable[Box]) -> str:
     """A mesh and a layout with these boxes, ``whole``, or else the number of boxes."""
-    held = Counter(box for box in boxes if box.size)
-    if not held:
+    stored = Counter(box for box in boxes if box.size)
+    if not stored:
         return WHOLE if 0 in shape else "0 boxes"
-    copies = set(held.values())
-    edges = grid_edges(held)
+    no_layout = f"{stored.total()} boxes"
+    copies, edges = set(stored.values()), grid_edges(stored)
     if len(copies) > 1 or edges is None or len(edges) > len(AXES):
-        return f"{held.total()} boxes"
+        return no_layout
     axes: dict[str, int] = {}
     words: list[str] = []
     for length, dim in zip(shape, edges, strict=True):
         sizes = [stop - start for start, stop in pairwise(dim)]
         if (dim[0], dim[-1]) != (0, length):  # a part is missing
-            return f"{held.total()} boxes"
+            return no_layout
         if len(sizes) == 1:
             words.append("-")
             continue
@@ -78,7 +79,7 @@ def recovered(shape: Sequence[int], boxes: Iterable[Box]) -> str:
         chunk = -(-length // len(sizes))
         if any(size != chunk for size in sizes[:-1]) or sizes[-1] > chunk:
             if len(sizes) > MAX_SIZES:
-                return f"{held.total()} boxes"
+                return no_layout
             axis = f"{axis}[{','.join(map(str, sizes))}]"
         words.append(axis)
     if copies != {1}:
@@ -88,7 +89,6 @@ def recovered(shape: Sequence[int], boxes: Iterable[Box]) -> str:
 
 
 MAX_ROWS = 60
-MAX_LINES = 20
 MAX_NAME = 64
 MAX_LAYOUT = 48
 MAX_TREE = 2000
@@ -129,11 +129,9 @@ def _facts(report: Inspection) -> Iterator[str]:
 
 def _findings(report: Inspection) -> Iterator[str]:
     for title in ("damage", "unsupported", "notes"):
-        found: tuple[str, ...] = getattr(report, title)
-        if found:
-            yield from ("", title, *(f"  {printable(line)}" for line in found[:MAX_LINES]))
-        if len(found) > MAX_LINES:
-            yield f"  and {len(found) - MAX_LINES} more; --json lists all"
+        lines: tuple[str, ...] = getattr(report, title)
+        if lines:
+            yield from ("", title, *listed([*map(printable, lines)]))
 
 
 @dataclass(slots=True)
@@ -306,7 +304,7 @@ def inspect(
         catalog.root,
         catalog.format,
         tensors,
-        {name: found.size for name, found in catalog.objects.items()},
+        {name: entry.size for name, entry in catalog.objects.items()},
         catalog.files,
         tuple(file for file in catalog.others if file.path != SIDECAR),
         sidecar,

@@ -69,14 +69,11 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers",),
     "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
     "mlp_size": ("intermediate_size",),
-    "qk_nope_head_dim": ("qk_nope_head_dim",),
-    "qk_rope_head_dim": ("qk_rope_head_dim",),
-    "v_head_dim": ("v_head_dim",),
     "linear_k_heads": ("linear_num_key_heads",),
     "linear_k_dim": ("linear_key_head_dim",),
     "linear_v_dim": ("linear_value_head_dim",),
 }
-"""Where a config has the numbers that it simply states; the first of these keys that is there."""
+"""The keys, the first that is there, of numbers that a config states under another name."""
 
 NUMBERS = (
     "heads", "kv_heads", "head_dim", "num_layers", "tied", "num_experts", "expert_size", "mlp_size",
@@ -243,12 +240,10 @@ def _number_of(config: Config, name: str) -> int | None:
             values = _optional(config, "linear_num_value_heads")
             return values // keys if keys and values else None
         case "tied":
-            tied = config.get("tie_word_embeddings")
-            if tied is None:
-                return int(kind.tied) if kind else None
-            return int(bool(tied))
-    present = (key for key in _KEYS[name] if config.get(key) is not None)
-    return _optional(config, next(present, _KEYS[name][0]))
+            tied = config.get("tie_word_embeddings", kind.tied if kind else None)
+            return None if tied is None else int(bool(tied))
+    present = (key for key in _KEYS.get(name, (name,)) if config.get(key) is not None)
+    return _optional(config, next(present, name))
 
 
 def complete_numbers(config: Config) -> dict[str, int]:

@@ -23,7 +23,7 @@ from typing import Any
 from reshard.errors import ReshardError, RulesError
 from reshard.layout.mesh import RESERVED, Mesh
 from reshard.layout.notation import parse
-from reshard.rules.configs import NUMBERS
+from reshard.rules.configs import NUMBERS, numbers_of
 from reshard.rules.language import Pattern, Place, Template, parse_places
 from reshard.text import quoted
 
@@ -83,10 +83,17 @@ class Document:
         )
 
     def given(
-        self, numbers: Mapping[str, int], fsdp: str | None = None, replicate: str | None = None
+        self,
+        config: Mapping[str, Any],
+        numbers: Mapping[str, int],
+        fsdp: str | None,
+        replicate: str | None,
     ) -> Document:
-        """This document with other numbers, and with dim 0 of everything cut further by the axes of
-        ``fsdp``; along those of ``replicate``, which layouts need not know, replicas are meant."""
+        """This document with these numbers, and those of a config that it does not know yet.
+
+        Dim 0 of everything is cut further by the axes of ``fsdp``. Along those of ``replicate``,
+        which layouts need not know, replicas are meant.
+        """
         for name, value in numbers.items():
             if name not in self.model:
                 known = ", ".join(self.model) or "none"
@@ -104,9 +111,11 @@ class Document:
             raise RulesError(
                 f"axis {quoted(twice)} is named by fsdp and by replicate: leave one out"
             )
+        model = {**self.model, **{name: int(value) for name, value in numbers.items()}}
+        unknown = [name for name, number in model.items() if number is None]
         return replace(
             self,
-            model={**self.model, **{name: int(value) for name, value in numbers.items()}},
+            model=model | numbers_of(config, unknown),
             fsdp=cut_by,
             replicate=self.replicate if replicate is None else copying,
             requested=(*self.requested, *cutting, *copying),
@@ -129,8 +138,8 @@ def located(where: str) -> Iterator[None]:
 
 @cache
 def families() -> tuple[str, ...]:
-    found = (entry.name for entry in _FOLDER.iterdir())
-    return tuple(sorted(name.removesuffix(".toml") for name in found if name.endswith(".toml")))
+    names = (entry.name for entry in _FOLDER.iterdir())
+    return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
 
 
 @cache
@@ -299,6 +308,6 @@ def _text(value: Any, where: str) -> str:
 
 
 def _wrong(where: str, value: Any, expected: str) -> RulesError:
-    plain = isinstance(value, str | int)
-    found = quoted(str(value)) if plain else f"a {type(value).__name__}"
-    return RulesError(f"{where} is {found}, expected {expected}")
+    is_plain = isinstance(value, str | int)
+    what = quoted(str(value)) if is_plain else f"a {type(value).__name__}"
+    return RulesError(f"{where} is {what}, expected {expected}")

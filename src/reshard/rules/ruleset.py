@@ -19,7 +19,7 @@ from typing import Any
 from reshard.errors import RulesError, require_type
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
-from reshard.rules.configs import family_of, numbers_of
+from reshard.rules.configs import family_of
 from reshard.rules.document import (
     MAX_BYTES,
     Document,
@@ -118,28 +118,17 @@ class Rules:
         8
         """
         with located(self.source):
-            document = self.document.given(numbers or {}, fsdp, replicate)
-            unknown = [name for name, number in document.model.items() if number is None]
-            document = document.given(numbers_of(config or {}, unknown))
+            document = self.document.given(config or {}, numbers or {}, fsdp, replicate)
         return Rules(self.source, document)
 
     @classmethod
     def for_config(cls, config: Mapping[str, Any], **options: Any) -> Rules:
-        """Short for ``Rules.load(config=config)``.
-
-        >>> config = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32}
-        >>> Rules.for_config(config).numbers["head_dim"]
-        128
-        """
+        """Short for ``Rules.load(config=config)``."""
         return cls.load(config=config, **options)
 
     @staticmethod
     def families() -> tuple[str, ...]:
-        """The names that ``load`` knows.
-
-        >>> "llama" in Rules.families()
-        True
-        """
+        """The names that ``load`` knows."""
         return families()
 
     @property
@@ -167,21 +156,15 @@ class Rules:
     def layouts(
         self, names: Iterable[str] | Mapping[str, Sequence[int]], mesh: Mesh | str | None = None
     ) -> dict[str, Layout]:
-        """The layouts of many tensors, given by name or as {name: shape}.
-
-        >>> rules = Rules.load("llama", head_dim=128, kv_heads=8)
-        >>> rules.layouts({"lm_head.weight": (128256, 4096)}, Mesh(tp=8))
-        {'lm_head.weight': Layout(Mesh(tp=8), 'tp -')}
-        """
+        """The layouts of many tensors, given by name or as {name: shape}."""
         with located(self.source):
             table = self._table(mesh)
             shapes = names if isinstance(names, Mapping) else None
-            dims = {name: None if shapes is None else len(shapes[name]) for name in names}
-            found: dict[str, Layout] = {}
+            layouts: dict[str, Layout] = {}
             unmatched: list[UnmatchedError] = []
-            for name, number in dims.items():
+            for name in names:
                 try:
-                    found[name] = table.layout(name, number)
+                    layouts[name] = table.layout(name, len(shapes[name]) if shapes else None)
                 except UnmatchedError as error:
                     unmatched.append(error)
                 except RulesError:
@@ -191,8 +174,8 @@ class Rules:
                 missing = len(unmatched)
                 others = f" ({missing} names match no rule)" if missing > 1 else ""
                 raise RulesError(f"{unmatched[0]}{others}")
-        self.check_axes(found.values(), mesh)
-        return found
+        self.check_axes(layouts.values(), mesh)
+        return layouts
 
     def check_axes(self, layouts: Iterable[Layout], mesh: Mesh | str | None = None) -> None:
         """Raise RulesError for an axis of the mesh that none of a model's layouts names.
@@ -270,15 +253,15 @@ class Rules:
         >>> rules.numbers["num_layers"]
         2
         """
-        names, found = list(names), dict[str, int]()
+        names, numbers = list(names), dict[str, int]()
         for key, index in self.document.counts.items():
             patterns = [rule.pattern for rule in self.document.rules]
             counting = [one.regex for one in patterns if index in one.captures]
             matches = (regex.match(name) for name in names for regex in counting)
             largest = max((int(match[index]) for match in matches if match), default=-1)
             if self.document.model[key] is None and largest >= 0:
-                found[key] = largest + 1
-        return self.given(numbers=found)
+                numbers[key] = largest + 1
+        return self.given(numbers=numbers)
 
     def _mesh_or_own(self, mesh: Mesh | str | None) -> Mesh:
         mesh = mesh or self.mesh

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,14 +30,13 @@ from reshard.checkpoint.live.entries import (
     Entries,
     Memory,
     Strict,
+    catalog_to_data,
     entries_of,
     match_tensors,
 )
 from reshard.checkpoint.live.shared_reads import (
     Batch,
-    CrcRecords,
     Limits,
-    ShareData,
     SharedReads,
     are_small,
     batches_of,
@@ -145,8 +144,8 @@ def load(
     another longer than ``timeout`` seconds. Errors are raised on all ranks alike, and before any
     tensor is changed if they can be known by then.
     """
-    given = str(path) if isinstance(path, Path) else path
-    options = {"path": given, "strict": strict, "cast": cast, "check": check,
+    path = str(path) if isinstance(path, Path) else path
+    options = {"path": path, "strict": strict, "cast": cast, "check": check,
                "compare_replicas": compare_replicas, "memory": str(memory)}  # fmt: skip
     began = time.monotonic()
     agreement = Agreement(group, "loading a checkpoint", timeout, CheckpointError)
@@ -165,9 +164,9 @@ def load(
 def _check_memory(entries: Entries, names: Collection[str], rank: int) -> None:
     """Refuse tensors that overlap themselves or one another: one load would undo the other."""
     parts = {
-        name if len(held.parts) == 1 else f"{name}, part {number}": part
-        for name, held in entries.held.items()
-        for number, part in enumerate(held.parts)
+        name if len(local.parts) == 1 else f"{name}, part {number}": part
+        for name, local in entries.local.items()
+        for number, part in enumerate(local.parts)
         if name in names
     }
     check_overlaps(dict(enumerate(parts.values())), ({}, parts), rank)
@@ -192,26 +191,30 @@ class _Loading:
         self.agreement, self.options = agreement, options
         self.checksums: Checksums | None = None  # the first rank has them
         answers = agreement.run(lambda: self._describe(stack, into, catalog_of))
-        agreement.check_gathered({rank: one[1] for rank, one in answers.items()})
-        described = specs_from_texts({rank: one[0] for rank, one in answers.items()})
-        memories = {rank: Memory.of(described[rank], *one[2]) for rank, one in answers.items()}
-        self.hosts = [one[3] for one in answers.values()]
+        texts, requests, shared, hosts, catalogs, overlaps = (
+            {rank: answer[part] for rank, answer in answers.items()} for part in range(6)
+        )
+        agreement.check_gathered(requests)
+        self.hosts = [*hosts.values()]
+        described = specs_from_texts(texts)
         specs = merge_specs(described)
-        found = CatalogSummary.from_data(answers[agreement.ranks[0]][4]).about(specs)
-        self.match = match_tensors(specs, found, memories, options["strict"], options["cast"])
-        if any(one[5] for one in answers.values()):  # perhaps of tensors that are not loaded
+        summary = CatalogSummary.from_data(catalogs[agreement.ranks[0]], specs)
+        memories = {rank: Memory(described[rank], some) for rank, some in shared.items()}
+        self.match = match_tensors(specs, summary, memories, options["strict"], options["cast"])
+        if any(overlaps.values()):  # perhaps of tensors that are not loaded
             chosen = self.match.chosen
             agreement.run(lambda: _check_memory(self.entries, chosen, agreement.rank))
-        self.summary = found.joined(self.match.copies)
+        self.summary = summary.joined(self.match.copies)
         self.requests = {
             name: self._request(name, spec) for name, spec in self.match.chosen.items()
         }
         catalog, digests = self.summary.catalog, self.summary.digests
-        crcs = Crcs(catalog.crcs)
-        self.records = CrcRecords(crcs, self.requests)
-        self.source = Source(self.storage, catalog, self.checksums, crcs=crcs)
-        held, share = self.entries.held, parse_bytes(options["memory"]) // 4
-        self.shared = SharedReads(self.source, self.requests, digests, agreement, held, share)
+        self.source = Source(self.storage, catalog, self.checksums, crcs=Crcs(catalog.crcs))
+        self._records = {name: self._records_of(name) for name in self.requests if catalog.crcs}
+        self._unread = Counter(which for some in self._records.values() for which in some)
+        """The number of tensors with bytes in each CRC-32 record that are not read yet."""
+        local, share = self.entries.local, parse_bytes(options["memory"]) // 4
+        self.shared = SharedReads(self.source, self.requests, digests, agreement, local, share)
         self.bytes_read = 0
         self._values = Counter[str]()  # the digest values so far
         self._done = 0
@@ -233,21 +236,21 @@ class _Loading:
         self.entries = entries_of(into)
         text = specs_to_text(self.entries.specs())
         self.storage = stack.enter_context(open_storage(self.options["path"]))
-        found = None
+        data = None
         if self.agreement.is_first:  # it keeps the checksums
             check, storage = self.options["check"], self.storage
             self.checksums = sums = load_checksums(storage) if check else None
             catalog = catalog_of(storage)
             crcs = crcs_of(storage, replace(catalog, objects={}), sums) if check else ()
             digests = sums.digests if sums else {}
-            found = CatalogSummary(replace(catalog, crcs=crcs), (), digests).to_data()
+            data = catalog_to_data(replace(catalog, crcs=crcs), digests)
         has_overlaps = False
         try:
             _check_memory(self.entries, self.entries.tensors, self.agreement.rank)
         except TensorError:
             has_overlaps = True
         memory = self.entries.shared_memory()
-        return [text, self.options, memory, boot_id(), found, has_overlaps]
+        return [text, self.options, memory, boot_id(), data, has_overlaps]
 
     def _request(self, name: str, spec: TensorSpec) -> ReadRequest:
         catalog, has_digest = self.summary.catalog, name in self.summary.digests
@@ -258,9 +261,9 @@ class _Loading:
 
     def read(self) -> None:
         # Let autograd know of the changes: reads into memory and moves do not count as one.
-        held, tensors = self.entries.held, self.entries.tensors
+        local, tensors = self.entries.local, self.entries.tensors
         names = tensors.keys() & {*self.match.chosen, *self.match.tied}
-        changed = (one for name in names for one in (tensors[name], *held[name].parts))
+        changed = (one for name in names for one in (tensors[name], *local[name].parts))
         increment_version([one for one in changed if not one.is_inference()])
         maps = self.storage.is_local and len(set(self.hosts)) == 1
         own, shared = split_requests(self.requests, maps)
@@ -283,66 +286,69 @@ class _Loading:
             text = read_small(small, self.source) if small and self.agreement.is_first else ""
             return [self.source.num_bytes, text]
 
-        count, total = len(own) + len(small), len(self.requests)
-        try:
+        count = len(own) + len(small)
+        with self._noting(f"up to {count} of {len(self.requests)} tensors were already changed"):
             answers = self.agreement.run(read)
-        except ReshardError as error:
-            raise type(error)(
-                f"{error}; up to {count} of {total} tensors were already changed: load again "
-                "before use"
-            ) from error.__cause__
         copy_small(small, answers[self.agreement.ranks[0]][1], self.shared.views)
         self.bytes_read = sum(one[0] for one in answers.values())
         self._done += count
 
     def _read_batch(self, batch: Batch) -> None:
         """Read a batch, check it, and send it to the ranks that need it."""
-        found: list[ShareData] = []
 
-        def read() -> dict[str, Any]:
-            shares, values = self.shared.read(batch)
-            found.extend(shares)
+        def read() -> list[Any]:
+            values = self.shared.read(batch)
             parts = {name: f"{value:x}" for name, value in values.items()}
-            crcs = self.shared.crc_parts()
-            return {"bytes": self.source.num_bytes, "parts": parts, "crcs": crcs}
+            return [self.source.num_bytes, parts, self.shared.crc_parts()]
 
-        try:
-            answers = self.agreement.run(read).values()
-            self._check_digests(batch, [one["parts"] for one in answers])
-            gaps = self._check_crcs(batch, [one["crcs"] for one in answers])
-            self.bytes_read = sum(one["bytes"] for one in answers) + gaps
-            self.shared.move(batch, found)
-        except ReshardError as error:
-            if not self._done:
-                raise
-            total = len(self.requests)
-            raise type(error)(
-                f"{error}; {self._done} of {total} tensors were already loaded: load again before "
-                "use"
-            ) from error.__cause__
+        done = f"{self._done} of {len(self.requests)} tensors were already loaded"
+        with self._noting(done if self._done else ""):
+            num_bytes, parts, crcs = zip(*self.agreement.run(read).values(), strict=True)
+            self._check_digests(batch, parts)
+            self.bytes_read = sum(num_bytes) + self._check_crcs(batch, crcs)
+            self.shared.move(batch)
         self._done += len(batch.finished)
 
-    def _check_digests(self, batch: Batch, parts: list[Mapping[str, str]]) -> None:
+    @contextmanager
+    def _noting(self, done: str) -> Iterator[None]:
+        """Add to an error what was done before it."""
+        try:
+            yield
+        except ReshardError as error:
+            if not done:
+                raise
+            raise type(error)(f"{error}; {done}: load again before use") from error.__cause__
+
+    def _check_digests(self, batch: Batch, parts: Iterable[Mapping[str, str]]) -> None:
         """Compare the digests of the tensors that are completely read now."""
         for one in parts:
             self._values.update({name: int(text, 16) for name, text in one.items()})
         for name in batch.finished:
-            expected = self.summary.digests.get(name)
+            expected, transfer = self.summary.digests.get(name), self.requests[name].transfer
             value = digest.combine([self._values.pop(name, 0)])
-            transfer = self.requests[name].transfer
-            found = digest.finish(value, transfer.shape, transfer.have)
-            if expected is not None and found != expected:
-                blame = partial(self.source.blame_digest, transfer, found, expected)
-                self.agreement.run_on_first(blame)
+            now = digest.finish(value, transfer.shape, transfer.have)
+            if expected is not None and now != expected:
+                self.agreement.run_on_first(
+                    partial(self.source.blame_digest, transfer, now, expected)
+                )
 
-    def _check_crcs(self, batch: Batch, parts: list[list[Part]]) -> int:
+    def _records_of(self, name: str) -> set[int]:
+        """The CRC-32 records that have bytes of a tensor."""
+        transfer, crcs = self.requests[name].transfer, self.source.crcs
+        pieces = (*transfer.source.pieces(), *transfer.replicas.pieces())
+        spans = ((piece.file, *piece.span(transfer.have)) for piece in pieces)
+        return {which for span in spans for which in crcs.touching(*span)}
+
+    def _check_crcs(self, batch: Batch, parts: Iterable[list[Part]]) -> int:
         """Compare the CRC-32 records that are complete now; the first rank reads their gaps.
 
         Returns the bytes of these gaps.
         """
         for some in parts if self.agreement.is_first else ():
-            self.records.crcs.add(some)
-        ready = self.records.finished(batch.finished)
+            self.source.crcs.add(some)
+        read = Counter(which for name in batch.finished for which in self._records.get(name, ()))
+        self._unread.subtract(read)
+        ready = sorted(which for which in read if not self._unread[which])
 
         def compare() -> int:
             before = self.source.num_bytes
