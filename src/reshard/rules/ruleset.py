@@ -10,7 +10,6 @@ Layout(Mesh(pp=2, tp=4), '- tp | on pp=1')
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,24 +19,8 @@ from reshard.errors import RulesError, require_type
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.rules.configs import family_of
-from reshard.rules.document import (
-    MAX_BYTES,
-    Document,
-    Factor,
-    families,
-    located,
-    read,
-    read_family,
-)
-from reshard.rules.table import (
-    Table,
-    UnmatchedError,
-    check_axes,
-    factored_axes,
-    idle_ranks,
-    rule_axes,
-)
-from reshard.text import quoted
+from reshard.rules.document import Document, families, located, read, read_file
+from reshard.rules.table import Table, UnmatchedError, idle_ranks
 
 
 @dataclass(frozen=True)
@@ -78,10 +61,7 @@ class Rules:
         source = family_of(config or {}) if source is None else source
         if not isinstance(source, str | Path):
             raise RulesError(f"rules {source!r} are no text and no path: name a family or a file")
-        if isinstance(source, str) and source in families():
-            rules = cls(source, read_family(source))
-        else:
-            rules = cls.parse(_read_file(source), source=str(source))
+        rules = cls(str(source), read_file(source))
         return rules.given(config=config, fsdp=fsdp, replicate=replicate, numbers=numbers)
 
     @classmethod
@@ -187,12 +167,12 @@ class Rules:
         with located(self.source):
             if distinct:
                 named = {axis for layout in distinct for axis in layout.words.axes}
-                check_axes(self.document, self._mesh_or_own(mesh), named)
+                self.document.check_axes(self._mesh_or_own(mesh), named)
 
     def check_mesh(self, mesh: Mesh | str) -> None:
         """Raise RulesError for an axis of a mesh that no rule names, whatever the model."""
         with located(self.source):
-            check_axes(self.document, Mesh.of(mesh), rule_axes(self.document))
+            self.document.check_axes(Mesh.of(mesh), self.document.rule_axes())
 
     def mesh_for(self, mesh: Mesh | str) -> Mesh:
         """The mesh that the layouts are written for: the same ranks in the same order.
@@ -204,27 +184,7 @@ class Rules:
         Mesh(dp=2, kv=8, rep=2)
         """
         with located(self.source):
-            mesh = Mesh.of(mesh)
-            for factor in self.document.factors:
-                at_most, size = self.document.model[factor.at_most], mesh.axes.get(factor.axis, 1)
-                if not at_most or size <= at_most:
-                    _check_readers(self.document, factor, size)
-                    continue
-                if size % at_most:
-                    raise RulesError(
-                        f"{factor.axis}={size} is not a multiple of {factor.at_most}={at_most}: "
-                        f"use {factor.axis}={size // at_most * at_most} or a divisor of {at_most}"
-                    )
-                two = dict(zip(factor.into, (at_most, size // at_most), strict=True))
-                axes: dict[str, int] = {}
-                for axis, count in mesh.axes.items():
-                    axes |= two if axis == factor.axis else {axis: count}
-                if len(axes) != len(mesh.axes) + 1:
-                    raise RulesError(
-                        f"mesh {mesh} has {factor.axis} and also one of {' '.join(factor.into)}"
-                    )
-                mesh = Mesh(ranks=mesh.ranks, **axes)
-        return mesh
+            return self.document.factored(Mesh.of(mesh))
 
     def notes(
         self,
@@ -242,7 +202,7 @@ class Rules:
         warning: 8 of 16 ranks along kv, rep hold nothing of "layers.0.s
         """
         mesh = self._mesh_or_own(mesh)
-        notes = factored_axes(self.document, mesh, self.mesh_for(mesh))
+        notes = self.document.factor_notes(mesh, self.mesh_for(mesh))
         return [*notes, *idle_ranks(layouts, shapes)]
 
     def fit(self, names: Iterable[str]) -> Rules:
@@ -274,34 +234,3 @@ class Rules:
         if mesh not in self._tables:
             self._tables[mesh] = Table(self.document, self.mesh_for(mesh))
         return self._tables[mesh]
-
-
-def _check_readers(document: Document, factor: Factor, size: int) -> None:
-    """Refuse an axis that separates kv heads from the q heads that read them."""
-    numbers, number = document.model, factor.at_most
-    at_most, readers = numbers[number], numbers.get(factor.read_by or "")
-    if at_most and readers and at_most % size and readers != at_most:
-        divisors = [one for one in range(1, at_most + 1) if at_most % one == 0]
-        raise RulesError(
-            f"{factor.axis}={size} does not divide {number}={at_most}: ranks would lack some of "
-            f"the {number} that their part of the {readers} {factor.read_by} reads; use "
-            f"{factor.axis}={max(one for one in divisors if one < size)} or "
-            f"{factor.axis}={min(one for one in divisors if one > size)}"
-        )
-
-
-def _read_file(path: str | Path) -> str:
-    try:
-        with Path(path).open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        return data.decode("utf-8")
-    except UnicodeDecodeError:
-        raise RulesError(f"{quoted(str(path))} is not UTF-8 text: is it a TOML file?") from None
-    except (OSError, ValueError) as error:
-        near = difflib.get_close_matches(str(path), families(), n=1)
-        hint = f'try "{near[0]}"' if near else f"the families are {', '.join(families())}"
-        reason = getattr(error, "strerror", None) or str(error)
-        raise RulesError(
-            f"{quoted(str(path))} is no family of rules and no file that can be read ({reason}): "
-            f"{hint}"
-        ) from None

@@ -207,60 +207,6 @@ def _shared(mesh: Mesh, text: str) -> Layout:
     return Layout(mesh, text)
 
 
-def rule_axes(document: Document) -> set[str]:
-    """The axes that could cut or place some tensor of some model."""
-    named = set(document.fsdp)
-    for rule in document.rules:
-        named |= {place.axis for place in rule.on or ()}
-        named.update(parse(rule.layout.sample()).axes if rule.layout else ())
-    return named
-
-
-def check_axes(document: Document, mesh: Mesh, named: set[str]) -> None:
-    """Raise for an axis of a mesh that is not named and along which no replicas are asked for."""
-    for axis in document.requested:
-        if axis not in mesh.axes:
-            option = "fsdp" if axis in document.fsdp else "replicate"
-            raise RulesError(
-                f"{option} names axis {quoted(axis)} and mesh {mesh} has {' '.join(mesh.axes)}: "
-                "use one of these"
-            )
-    factored = {factor.axis for factor in document.factors if named.intersection(factor.into)}
-    for axis, size in mesh.axes.items():
-        if size > 1 and axis not in named | factored | {*document.replicate}:
-            near = difflib.get_close_matches(axis, document.axes, n=1)
-            advice = f"write {near[0]}" if near else "correct the mesh"
-            if axis in document.axes:
-                options = "--from-fsdp or --to-fsdp"
-                advice = f'cut dim 0 by it (--fsdp {axis}, in plan {options}, fsdp="{axis}")'
-            raise RulesError(
-                f"axis {quoted(axis)} of mesh {mesh} cuts no tensor, so that each of its {size} "
-                "ranks would hold a copy of everything; the rules know the axes "
-                f"{', '.join(document.axes) or '(none)'}: {advice}, or replicate on purpose "
-                f'(--replicate {axis}, replicate="{axis}")'
-            )
-
-
-def factored_axes(document: Document, mesh: Mesh, factored: Mesh) -> Iterator[str]:
-    """What a reader should know of axes that are read as two."""
-    for factor in document.factors:
-        if factor.axis in mesh.axes and factor.axis not in factored.axes:
-            first, second = factor.into
-            groups, copies = factored.axes[first], factored.axes[second]
-            yield (
-                f"{factor.axis}={mesh.axes[factor.axis]} is read as {first}={groups} "
-                f"{second}={copies}, because {factor.at_most} is {groups}: {copies} neighbours "
-                f"hold the same part of what is cut by {first} alone"
-            )
-        at_most, size = document.model[factor.at_most], mesh.axes.get(factor.axis, 1)
-        unknown = factor.read_by is not None and document.model[factor.read_by] is None
-        if unknown and at_most and size < at_most and at_most % size:
-            yield (
-                f"warning: {factor.axis}={size} does not divide {factor.at_most}={at_most}: ranks "
-                f"may lack some that they read; give {factor.read_by}= to have this checked"
-            )
-
-
 def idle_ranks(layouts: Mapping[str, Layout], shapes: Mapping[str, Sequence[int]]) -> list[str]:
     """Warnings about ranks that get none of the whole units, such as heads, of some tensors."""
     names_of: dict[tuple[int, int, tuple[str, ...]], list[str]] = {}
