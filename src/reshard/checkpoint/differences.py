@@ -164,20 +164,22 @@ def compare_entries(left: Source, right: Source) -> tuple[Entries, tuple[str, ..
     rest = {*mine.left_out, *theirs.left_out}
     if mine.objects and theirs.objects:
         sizes = [{n: f"{one.size} bytes" for n, one in c.objects.items()} for c in (mine, theirs)]
-        found = _differing(sizes, lambda name: _object_sum(left, name) == _object_sum(right, name))
+        entries = _differing(
+            sizes, lambda name: _object_sum(left, name) == _object_sum(right, name)
+        )
     elif mine.values and theirs.values:
         texts = [{n: shown(one) for n, one in c.values.items()} for c in (mine, theirs)]
-        found = _differing(texts, lambda name: _same(mine.values[name], theirs.values[name]))
+        entries = _differing(texts, lambda name: _same(mine.values[name], theirs.values[name]))
     else:
         names = _names(mine), _names(theirs)
         one, two = (_texts(side, names[0] & names[1]) for side in (left, right))
         both = one.keys() & two.keys()
         texts = [{name: quoted(side[name]) for name in both} for side in (one, two)]
-        found = _differing(texts, lambda name: one[name] == two[name])
+        entries = _differing(texts, lambda name: one[name] == two[name])
         rest |= (names[0] | names[1]) - both
     what = and_more([quoted(name) for name in sorted(rest)], 3, "entries")
     note = f"not compared, as no tensors and not plain values on both sides: {what}"
-    return found, (note,) if rest else ()
+    return entries, (note,) if rest else ()
 
 
 def _differing(sides: Sequence[Mapping[str, str]], are_equal: Callable[[str], bool]) -> Entries:
@@ -395,10 +397,10 @@ def _compared(left: Source, right: Source, name: str, budget: Budget) -> TensorD
     is_alike = _alike(mine, theirs)
     if mine.shape != theirs.shape or not (is_alike or all(map(is_number, whole.dtypes))):
         return whole
-    found = difference(left, right, name, budget)
-    if found is None and is_alike:
+    differs = difference(left, right, name, budget)
+    if differs is None and is_alike:
         raise DamageError(
             f"tensor {quoted(name)} differed when it was read first and not again: "
             "is another process writing to it?"
         )
-    return found or replace(whole, count=0)
+    return differs or replace(whole, count=0)

@@ -94,12 +94,22 @@ class Pattern:
         """Read a pattern, or say what is wrong with it."""
         if not text or len(text) > MAX_PATTERN:
             raise RulesError(f"a pattern has {len(text)} characters: 1 to {MAX_PATTERN} work")
-        pieces = re.sub(r"\*+", "*", text)
-        words = [piece for piece in _WILD.split(pieces) if piece]
-        captures = _captures(text, words)
+        words = [word for word in _WILD.split(re.sub(r"\*+", "*", text)) if word]
+        chunks, captures = [""], list[str]()
+        for at, word in enumerate(words):
+            if word == "*":
+                chunks.append("")
+            elif word[0] == "{":
+                captures.append(_capture(text, words, at, captures))
+                chunks[-1] += f"(?P<{captures[-1]}>[0-9]{{1,9}})"
+            elif "{" in word or "}" in word:
+                raise RulesError(f'pattern "{text}" has a brace alone: write {{i}} for an integer')
+            else:
+                chunks[-1] += re.escape(word)
         literal = sum(len(word) for word in words if not _WILD.match(word))
         rank = (literal, -words.count("*"), -len(captures))
-        return cls(text, captures, re.compile(_regex(words), re.ASCII | re.DOTALL), rank)
+        regex = re.compile(_regex(chunks), re.ASCII | re.DOTALL)
+        return cls(text, tuple(captures), regex, rank)
 
     def match(self, name: str) -> dict[str, int] | None:
         """Where in the name each captured integer starts, or None if the pattern does not match.
@@ -143,38 +153,24 @@ def matching(pattern: str, names: Iterable[str]) -> list[str]:
     return chosen
 
 
-def _captures(text: str, words: list[str]) -> tuple[str, ...]:
-    """The names in braces; each stands for a whole part of the name."""
-    captures: list[str] = []
-    for at, word in enumerate(words):
-        if word[0] != "{":
-            if "{" in word or "}" in word:
-                raise RulesError(f'pattern "{text}" has a brace alone: write {{i}} for an integer')
-            continue
-        name = _CAPTURE.match(word)
-        before = words[at - 1][-1] if at else "."
-        after = words[at + 1][0] if at + 1 < len(words) else "."
-        if not name or (before, after) != (".", "."):
-            raise RulesError(f'{word} in pattern "{text}" must be a whole part: write .{{i}}.')
-        if name[1] in captures:
-            raise RulesError(f'{word} appears twice in pattern "{text}": give each its own name')
-        captures.append(name[1])
-    return tuple(captures)
+def _capture(text: str, words: Sequence[str], at: int, earlier: Sequence[str]) -> str:
+    """The name in braces, which stands for a whole part of a dotted name."""
+    name = _CAPTURE.match(words[at])
+    before = words[at - 1][-1] if at else "."
+    after = words[at + 1][0] if at + 1 < len(words) else "."
+    if not name or (before, after) != (".", "."):
+        raise RulesError(f'{words[at]} in pattern "{text}" must be a whole part: write .{{i}}.')
+    if name[1] in earlier:
+        raise RulesError(f'{words[at]} appears twice in pattern "{text}": give each its own name')
+    return name[1]
 
 
-def _regex(words: list[str]) -> str:
-    """A regular expression that never looks back, so that no pattern can be slow.
+def _regex(chunks: Sequence[str]) -> str:
+    """A regular expression for what is between the ``*``; it never looks back, so that it is fast.
 
     Between two ``*`` the leftmost match is as good as any other (a capture cannot stretch), so it
     is never given up; only the text after the last ``*`` is tied to the end.
     """
-    chunks = [""]
-    for word in words:
-        if word == "*":
-            chunks.append("")
-        else:
-            capture = _CAPTURE.match(word)
-            chunks[-1] += f"(?P<{capture[1]}>[0-9]{{1,9}})" if capture else re.escape(word)
     if len(chunks) == 1:
         return rf"{chunks[0]}\Z"
     middle = "".join(f"(?>.*?{chunk})" for chunk in chunks[1:-1])

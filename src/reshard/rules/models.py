@@ -116,8 +116,8 @@ def _attention(m: _Model, _: int) -> Named:
     bias = bias and m.kind not in ("mistral", "mixtral", "qwen2")
     gated = 2 if m.kind == "qwen3_next" else 1  # rows of a head's gate follow those of its query
     for name, size in (("q", gated * q), ("k", kv), ("v", kv)):
-        yield from _linear(f"self_attn.{name}_proj", size, hidden, bias or m.kind == "qwen2")
-    yield from _linear("self_attn.o_proj", hidden, q, bias)
+        yield from _linear(f"self_attn.{name}_proj", size, hidden, bias=bias or m.kind == "qwen2")
+    yield from _linear("self_attn.o_proj", hidden, q, bias=bias)
     if m.kind in ("qwen3", "qwen3_moe", "qwen3_next", "gemma3_text"):
         yield "self_attn.q_norm.weight", (head_dim,)
         yield "self_attn.k_norm.weight", (head_dim,)
@@ -142,13 +142,13 @@ def _latent_attention(m: _Model, _: int) -> Named:
         yield "self_attn.q_proj.weight", (heads * (nope + rope), hidden)
     else:
         rank = m["q_lora_rank"]
-        yield from _linear("self_attn.q_a_proj", rank, hidden, bias)
+        yield from _linear("self_attn.q_a_proj", rank, hidden, bias=bias)
         yield "self_attn.q_a_layernorm.weight", (rank,)
         yield "self_attn.q_b_proj.weight", (heads * (nope + rope), rank)
-    yield from _linear("self_attn.kv_a_proj_with_mqa", latent + rope, hidden, bias)
+    yield from _linear("self_attn.kv_a_proj_with_mqa", latent + rope, hidden, bias=bias)
     yield "self_attn.kv_a_layernorm.weight", (latent,)
     yield "self_attn.kv_b_proj.weight", (heads * (nope + value), latent)
-    yield from _linear("self_attn.o_proj", hidden, heads * value, bias)
+    yield from _linear("self_attn.o_proj", hidden, heads * value, bias=bias)
 
 
 def _hybrid_attention(m: _Model, index: int) -> Named:
@@ -246,18 +246,14 @@ def _experts(
 def _dense(m: _Model, at: str, ffn: int, bias: bool = False) -> Named:
     hidden = m["hidden_size"]
     for name, rows, columns in (("gate", ffn, hidden), ("up", ffn, hidden), ("down", hidden, ffn)):
-        yield from _linear(f"{at}.{name}_proj", rows, columns, bias)
+        yield from _linear(f"{at}.{name}_proj", rows, columns, bias=bias)
 
 
-def _linear(at: str, rows: int, columns: int, bias: bool = True) -> Named:
-    yield f"{at}.weight", (rows, columns)
+def _linear(at: str, *shape: int, bias: bool = True) -> Named:
+    """The weight of a linear layer or of a norm, and its bias."""
+    yield f"{at}.weight", shape
     if bias:
-        yield f"{at}.bias", (rows,)
-
-
-def _norm(at: str, size: int) -> Named:
-    yield f"{at}.weight", (size,)
-    yield f"{at}.bias", (size,)
+        yield f"{at}.bias", shape[:1]
 
 
 def _gpt_neox(m: _Model) -> Named:
@@ -266,13 +262,13 @@ def _gpt_neox(m: _Model) -> Named:
     yield "gpt_neox.embed_in.weight", (vocab, hidden)
     for i in range(m["num_layers"]):
         layer = f"gpt_neox.layers.{i}"
-        yield from _norm(f"{layer}.input_layernorm", hidden)
-        yield from _norm(f"{layer}.post_attention_layernorm", hidden)
-        yield from _linear(f"{layer}.attention.query_key_value", 3 * hidden, hidden, bias)
-        yield from _linear(f"{layer}.attention.dense", hidden, hidden, bias)
+        yield from _linear(f"{layer}.input_layernorm", hidden)
+        yield from _linear(f"{layer}.post_attention_layernorm", hidden)
+        yield from _linear(f"{layer}.attention.query_key_value", 3 * hidden, hidden, bias=bias)
+        yield from _linear(f"{layer}.attention.dense", hidden, hidden, bias=bias)
         yield from _linear(f"{layer}.mlp.dense_h_to_4h", ffn, hidden)
         yield from _linear(f"{layer}.mlp.dense_4h_to_h", hidden, ffn)
-    yield from _norm("gpt_neox.final_layer_norm", hidden)
+    yield from _linear("gpt_neox.final_layer_norm", hidden)
     if not m["tied"]:
         yield "embed_out.weight", (vocab, hidden)
 
@@ -284,20 +280,20 @@ def _bert(m: _Model) -> Named:
     yield "bert.embeddings.word_embeddings.weight", (vocab, hidden)
     yield "bert.embeddings.position_embeddings.weight", (positions, hidden)
     yield "bert.embeddings.token_type_embeddings.weight", (types, hidden)
-    yield from _norm("bert.embeddings.LayerNorm", hidden)
+    yield from _linear("bert.embeddings.LayerNorm", hidden)
     for i in range(m["num_layers"]):
         layer = f"bert.encoder.layer.{i}"
         for name in ("query", "key", "value"):
             yield from _linear(f"{layer}.attention.self.{name}", hidden, hidden)
         yield from _linear(f"{layer}.attention.output.dense", hidden, hidden)
-        yield from _norm(f"{layer}.attention.output.LayerNorm", hidden)
+        yield from _linear(f"{layer}.attention.output.LayerNorm", hidden)
         yield from _linear(f"{layer}.intermediate.dense", ffn, hidden)
         yield from _linear(f"{layer}.output.dense", hidden, ffn)
-        yield from _norm(f"{layer}.output.LayerNorm", hidden)
+        yield from _linear(f"{layer}.output.LayerNorm", hidden)
     yield from _linear("bert.pooler.dense", hidden, hidden)
     yield "cls.predictions.bias", (vocab,)
     yield from _linear("cls.predictions.transform.dense", hidden, hidden)
-    yield from _norm("cls.predictions.transform.LayerNorm", hidden)
+    yield from _linear("cls.predictions.transform.LayerNorm", hidden)
     yield from _linear("cls.seq_relationship", 2, hidden)
 
 

@@ -34,7 +34,6 @@ from torch.distributed.tensor.parallel import (
 from reshard import checkpoint, sharded
 from reshard.checkpoint.catalog import StoredPiece
 from reshard.checkpoint.integrity.checksums import SIDECAR
-from reshard.checkpoint.live import write_shares
 from reshard.checkpoint.live.direct_reads import MappedFiles, ReadRequest
 from reshard.checkpoint.live.entries import entries_of
 from reshard.checkpoint.live.shared_reads import Limits, batches_of
@@ -602,7 +601,7 @@ def test_a_save_that_was_killed_is_forgotten(tmp_path: Path) -> None:
     def dies(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    killed = patch.object(shutil, "rmtree"), patch.object(write_shares.Writer, "step", dies)
+    killed = patch.object(shutil, "rmtree"), patch.object(OutputFiles, "sync_file", dies)
     with killed[0], killed[1], pytest.raises(KeyboardInterrupt):
         checkpoint.save({"a": torch.ones(3)}, target)
     assert [path.name.startswith(".a.reshard-gone-") for path in tmp_path.iterdir()] == [True]

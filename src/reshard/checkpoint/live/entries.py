@@ -297,9 +297,7 @@ def match_tensors(
     absent = [name for name in want if name not in stored]
     tied = [name for name in absent if _is_tied(name, chosen, memories)]
     missing = [name for name in absent if name not in {*tied}]
-    misspelt = dict(_misspelt(missing, unwanted))
-    if missing and (strict or misspelt):
-        raise _lacking(root, [*misspelt] if not strict else missing, misspelt, unwanted)
+    _check_missing(root, missing, unwanted, strict)
     if strict == "exact" and unwanted:
         names = and_more([*map(quoted, unwanted)], MOST_NAMED)
         raise NamesError(
@@ -351,14 +349,30 @@ def _copies(
     return {name: [*others] for name, others in copies.items()}
 
 
-def _misspelt(missing: Sequence[str], unwanted: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Names that the checkpoint lacks, each with an unused name that differs by one typo."""
+def _check_missing(
+    root: str, missing: Sequence[str], unwanted: Sequence[str], strict: Strict
+) -> None:
+    """Refuse names that the checkpoint lacks, also those that only differ by one typo from another.
+
+    The error shows the nearest name that is not used and has the same numbers.
+    """
     by_digits: dict[tuple[str, ...], list[str]] = {}
     for name in unwanted if missing else ():
         by_digits.setdefault(tuple(_DIGITS.findall(name)), []).append(name)
-    for name in missing:
-        alike = by_digits.get(tuple(_DIGITS.findall(name)), ())
-        yield from [(name, other) for other in alike if _is_typo(name, other)][:1]
+    alike = {name: by_digits.get(tuple(_DIGITS.findall(name)), []) for name in missing}
+    pairs = ((name, next((o for o in alike[name] if _is_typo(name, o)), None)) for name in missing)
+    misspelt = {name: other for name, other in pairs if other is not None}
+    lacking = missing if strict else [*misspelt]
+    if not lacking:
+        return
+    hints = []
+    for name in lacking[:MOST_NAMED]:
+        known = [misspelt[name]] if name in misspelt else []
+        near = known or get_close_matches(name, alike[name][:MOST_COMPARED], n=1)
+        hints.append(f"{quoted(name)} ({quoted(near[0])} is near)" if near else quoted(name))
+    advice = "rename it in the state dict" if misspelt else "strict=False loads the rest"
+    hints += lacking[MOST_NAMED:]  # only counted
+    raise NamesError(f"{root} lacks {and_more(hints, MOST_NAMED)}: {advice}")
 
 
 def _is_typo(one: str, two: str) -> bool:
@@ -377,22 +391,6 @@ def _is_typo(one: str, two: str) -> bool:
         return False
     part = one[one.rfind(".", 0, first) + 1 :].partition(".")[0]
     return len(part) >= LEAST_LETTERS
-
-
-def _lacking(
-    root: str, missing: Sequence[str], misspelt: Mapping[str, str], unwanted: Sequence[str]
-) -> NamesError:
-    """The error for names that the checkpoint lacks, with the nearest name of the same numbers."""
-    hints = []
-    for name in missing[:MOST_NAMED]:
-        digits = _DIGITS.findall(name)
-        alike = [other for other in unwanted if _DIGITS.findall(other) == digits]
-        known = [misspelt[name]] if name in misspelt else []
-        near = known or get_close_matches(name, alike[:MOST_COMPARED], n=1)
-        hints.append(f"{quoted(name)} ({quoted(near[0])} is near)" if near else quoted(name))
-    advice = "rename it in the state dict" if misspelt else "strict=False loads the rest"
-    hints += missing[MOST_NAMED:]  # only counted
-    return NamesError(f"{root} lacks {and_more(hints, MOST_NAMED)}: {advice}")
 
 
 def _check_one(name: str, spec: TensorSpec, summary: CatalogSummary, cast: bool) -> None:

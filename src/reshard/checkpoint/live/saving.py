@@ -23,7 +23,12 @@ import torch
 
 from reshard.checkpoint.integrity.checksums import SIDECAR
 from reshard.checkpoint.live.entries import RankBoxes, entries_of
-from reshard.checkpoint.live.write_shares import Writer, check_copies, digests_of, plan_save
+from reshard.checkpoint.live.write_shares import (
+    check_copies,
+    digests_of,
+    plan_save,
+    write_share,
+)
 from reshard.checkpoint.output import count_tensor_files
 from reshard.checkpoint.publish.workplace import Workplace
 from reshard.checkpoint.storage.local import plain_path
@@ -155,8 +160,15 @@ class _Saving:
         """Names of other files at the destination."""
         self._paths = [file.path for file in self.plan.output.files]
         self._target = OutputFiles(self.place.data, self.plan.output.files)
-        local, checksums = self._entries.local, request["checksums"]
-        self._writer = Writer(self.plan, local, self._objects, agreement.rank, checksums)
+        self._done = Done(agreement.rank)
+        self._steps = write_share(
+            self.plan,
+            self._target,
+            self._entries.local,
+            self._objects,
+            self._done,
+            request["checksums"],
+        )
 
     def _describe(self, state_dict: Mapping[Any, Any]) -> list[Any]:
         """What this rank tells the others."""
@@ -282,16 +294,15 @@ class _Saving:
 
     def _step(self) -> bool:
         try:
-            return self._writer.step(self._target)
+            return next(self._steps)
         except UnfinishedError as error:
             raise TargetError(f"{str(error).rpartition(';')[0]}; nothing was published") from None
 
     def _write_sums(self) -> int:
         """Write the checksums of this rank for the first one; returns the bytes written."""
-        done = self._writer.done
-        data = json.dumps(done.to_record()).encode()
+        data = json.dumps(self._done.to_record()).encode()
         replace_file(self.place.folder / f"sums.{self.agreement.rank}", data)
-        return done.num_bytes
+        return self._done.num_bytes
 
     def _seal(self) -> None:
         """Check the sizes of all files, and write their checksums."""

@@ -187,57 +187,53 @@ class _Write(NamedTuple):
     view: View
 
 
-class Writer:
-    """Writes the share of one rank, in steps."""
+def write_share(
+    plan: SavePlan,
+    target: OutputFiles,
+    local: Mapping[str, RankTensor],
+    objects: Mapping[str, bytes],
+    done: Done,
+    checksums: bool,
+) -> Iterator[bool]:
+    """Write the share of one rank in steps, each of which ends on disk; whether it wrote a box.
 
-    def __init__(
-        self,
-        plan: SavePlan,
-        local: Mapping[str, RankTensor],
-        objects: Mapping[str, bytes],
-        rank: int,
-        checksums: bool,
-    ) -> None:
-        self._plan, self._checksums, output = plan, checksums, plan.output
-        writers = dict.fromkeys(range(len(output.files)), plan.first)
-        writers |= {piece.file: writer for _, piece, writer in plan.pieces()}
-        self._known = [
-            (literal.file, literal.offset, literal.data)
-            for literal in output.all_literals()
-            if writers[literal.file] == rank
-        ] + [
-            (copy.file, copy.offset, objects[copy.source.name])
-            for copy in output.objects
-            if plan.others[copy.source.name][0] == rank
-        ]
-        self._left = _writes(plan, local, rank)
-        self._numbers = {name: number for number, name in enumerate(plan.specs)}
-        self.done = Done(rank)
-        """What was written; the parts of digests are by number of the tensor."""
+    ``done`` has the number of the rank, and collects what was written; the parts of digests are by
+    number of the tensor.
+    """
+    writers = dict.fromkeys(range(len(plan.output.files)), plan.first)
+    writers |= {piece.file: writer for _, piece, writer in plan.pieces()}
+    numbers = {name: number for number, name in enumerate(plan.specs)}
 
-    def step(self, target: OutputFiles) -> bool:
-        """Write the next part and put it on disk; whether there was one."""
-        touched = {file for file, _, _ in self._known}
-        for file, offset, data in self._known:  # all of it in the first step
-            self.done.write(target, file, offset, memoryview(data), self._checksums)
-        self._known = []
+    def write(task: _Write, _: None) -> tuple[Done, Any]:
+        part = part_of(task.view, task.box)
+        data, written = bytes_of(part.contiguous().cpu()), Done(done.number)
+        written.write(target, task.file, task.offset, data.data, checksums)
+        return written, data.view(f"V{part.element_size()}").reshape(task.box.shape)
 
-        def write(task: _Write, _: None) -> tuple[Done, Any]:
-            part = part_of(task.view, task.box)
-            data, done = bytes_of(part.contiguous().cpu()), Done(self.done.number)
-            done.write(target, task.file, task.offset, data.data, self._checksums)
-            return done, data.view(f"V{part.element_size()}").reshape(task.box.shape)
-
-        tasks = list(islice(self._left, max(STEP // WINDOW, 1)))
-        for task, (done, array) in in_order(write, tasks, WORKERS):
-            self.done.sums += done.sums
-            self.done.num_bytes += done.num_bytes
-            if self._checksums:
-                spec, number = self._plan.specs[task.name], self._numbers[task.name]
-                self.done.parts[number] += digest.part(array, task.box, spec.shape, spec.dtype)
-        for file in sorted(touched.union(task.file for task in tasks)):
+    touched = set[int]()
+    for literal in plan.output.all_literals():
+        if writers[literal.file] == done.number:
+            done.write(target, literal.file, literal.offset, memoryview(literal.data), checksums)
+            touched.add(literal.file)
+    for copy in plan.output.objects:
+        name = copy.source.name
+        if plan.others[name][0] == done.number:
+            done.write(target, copy.file, copy.offset, memoryview(objects[name]), checksums)
+            touched.add(copy.file)
+    tasks = _writes(plan, local, done.number)
+    while True:
+        some = [*islice(tasks, max(STEP // WINDOW, 1))]
+        for task, (written, array) in in_order(write, some, WORKERS):
+            done.sums += written.sums
+            done.num_bytes += written.num_bytes
+            if checksums:
+                spec = plan.specs[task.name]
+                part = digest.part(array, task.box, spec.shape, spec.dtype)
+                done.parts[numbers[task.name]] += part
+        for file in sorted(touched.union(task.file for task in some)):
             target.sync_file(file)
-        return bool(tasks)
+        touched = set()
+        yield bool(some)
 
 
 def _writes(plan: SavePlan, local: Mapping[str, RankTensor], rank: int) -> Iterator[_Write]:
