@@ -112,20 +112,12 @@ class Pattern:
         return cls(text, tuple(captures), regex, rank)
 
     def match(self, name: str) -> dict[str, int] | None:
-        """Where in the name each captured integer starts, or None if the pattern does not match.
-
-        >>> Pattern.parse("h.{i}.w").match("h.x.w") is None
-        True
-        """
+        """Where in the name each captured integer starts, or None if the pattern does not match."""
         match = self.regex.match(name)
         return {key: match.start(key) for key in self.captures} if match else None
 
     def digits(self) -> set[str]:
-        """The integers that the pattern spells out, as in ``layers.0.*``.
-
-        >>> Pattern.parse("layers.0.w1.*").digits()
-        {'0'}
-        """
+        """The integers that the pattern spells out: ``0`` in ``layers.0.w1.*``."""
         return set(_DIGITS.findall(_BRACES.sub("x", self.text)))
 
 

@@ -89,7 +89,7 @@ def test_every_byte_is_read_once_and_by_ranks_evenly(rng: Random) -> None:
     finished: list[str] = []
     for batch in batches_of(requests, range(num_ranks), limits):
         loads = [0] * num_ranks
-        for share in batch.shares:
+        for share in batch:
             assert share.name not in finished
             for rank, boxes in share.boxes.items():
                 for box in boxes:
@@ -97,7 +97,7 @@ def test_every_byte_is_read_once_and_by_ranks_evenly(rng: Random) -> None:
                     assert box.size * size <= limits.cell
                     loads[rank] += box.size * size
                     seen[share.name][tuple(map(slice, box.start, box.stop))] += 1
-        finished += batch.finished
+        finished += [share.name for share in batch if share.is_last]
         assert max(loads) <= limits.share
         assert max(loads) <= sum(loads) / num_ranks * 1.1 + limits.cell
     assert all((counts == 1).all() for counts in seen.values())

@@ -229,70 +229,53 @@ def catalog_to_data(catalog: Catalog, digests: Mapping[str, str]) -> dict[str, A
     }
 
 
-@dataclass(frozen=True, slots=True)
-class CatalogSummary:
-    """The part of a catalog that a load needs."""
-
-    catalog: Catalog
-    """With the tensors that are loaded, and the CRC-32 records that have bytes of them."""
-    unwanted: tuple[str, ...]
-    """Names of all other tensors."""
-    digests: Mapping[str, str]
-    """The digests of the tensors that are loaded, as far as the checkpoint has them."""
-
-    @classmethod
-    def from_data(cls, data: Mapping[str, Any], names: Collection[str]) -> CatalogSummary:
-        """Read what `catalog_to_data` wrote; tensors of these names are loaded."""
-        files = tuple(StoredFile(path, size) for path, size in data["files"])
-        tensors = {}
-        for name, shape, dtype, rows in data["tensors"]:
-            if name in names:
-                pieces = (
-                    StoredPiece(Box(tuple(start), tuple(stop)), file, offset, tuple(strides))
-                    for start, stop, file, offset, strides in rows
-                )
-                tensors[name] = StoredTensor(name, tuple(shape), dtype, tuple(pieces))
-        records = Crcs(Crc(*one) for one in data["crcs"])
-        spans = ((p.file, *p.span(t.dtype)) for t in tensors.values() for p in t.pieces)
-        crcs = records.chosen({which for span in spans for which in records.touching(*span)})
-        root, notes = data["root"], tuple(data["notes"])
-        catalog = Catalog(root, data["format"], files, tensors, crcs=tuple(crcs), notes=notes)
-        unwanted = sorted(name for name, *_ in data["tensors"] if name not in tensors)
-        digests = {name: one for name, one in data["digests"].items() if name in tensors}
-        return cls(catalog, tuple(unwanted), digests)
-
-    def joined(self, copies: Mapping[str, Sequence[str]]) -> CatalogSummary:
-        """The summary with the pieces of the copies of tensors added to them, as replicas."""
-        tensors = dict(self.catalog.tensors)
-        for name, others in copies.items():
-            pieces = (piece for one in (name, *others) for piece in tensors[one].pieces)
-            tensors[name] = replace(tensors[name], pieces=tuple(dict.fromkeys(pieces)))
-        return replace(self, catalog=replace(self.catalog, tensors=tensors))
+def _catalog_from_data(data: Mapping[str, Any], names: Collection[str]) -> Catalog:
+    """The catalog of the tensors of these names, with the CRC-32 records of their bytes."""
+    files = tuple(StoredFile(path, size) for path, size in data["files"])
+    tensors = {}
+    for name, shape, dtype, rows in data["tensors"]:
+        if name in names:
+            pieces = (
+                StoredPiece(Box(tuple(start), tuple(stop)), file, offset, tuple(strides))
+                for start, stop, file, offset, strides in rows
+            )
+            tensors[name] = StoredTensor(name, tuple(shape), dtype, tuple(pieces))
+    records = Crcs(Crc(*one) for one in data["crcs"])
+    spans = ((p.file, *p.span(t.dtype)) for t in tensors.values() for p in t.pieces)
+    crcs = records.chosen({which for span in spans for which in records.touching(*span)})
+    root, notes = data["root"], tuple(data["notes"])
+    return Catalog(root, data["format"], files, tensors, crcs=tuple(crcs), notes=notes)
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
     """What is loaded from a checkpoint into the tensors of a job."""
 
+    catalog: Catalog
+    """With the tensors that are loaded. Tied tensors that the checkpoint has twice must be equal:
+    the pieces of the one are replicas of those of the other."""
+    digests: Mapping[str, str]
     chosen: Mapping[str, TensorSpec]
     missing: tuple[str, ...]
-    """Names that the checkpoint lacks and that are not tied to one that it has."""
     tied: tuple[str, ...]
     """Names whose memory is filled under another name."""
-    copies: Mapping[str, Sequence[str]]
-    """The tied names that the checkpoint has too, by the name that is loaded: they share memory in
-    the job, and must be equal in the checkpoint."""
+    unwanted: tuple[str, ...]
 
 
 def match_tensors(
     want: Mapping[str, TensorSpec],
-    summary: CatalogSummary,
+    data: Mapping[str, Any],
     memories: Mapping[int, Memory],
     strict: Strict,
     cast: bool,
 ) -> Match:
-    """What is loaded; names, shapes and dtypes that do not match raise errors."""
-    stored, root, unwanted = summary.catalog.tensors, summary.catalog.root, summary.unwanted
+    """What is loaded of the catalog that `catalog_to_data` wrote.
+
+    Names, shapes and dtypes that do not match raise errors.
+    """
+    catalog, digests = _catalog_from_data(data, want), data["digests"]
+    stored, root = dict(catalog.tensors), catalog.root
+    unwanted = sorted(name for name, *_ in data["tensors"] if name not in want)
     chosen = {name: spec for name, spec in want.items() if name in stored}
     absent = [name for name in want if name not in stored]
     tied = [name for name in absent if _is_tied(name, chosen, memories)]
@@ -304,20 +287,23 @@ def match_tensors(
             f"{root} holds {names}, which the state dict lacks: strict=True loads without"
         )
     for name, spec in chosen.items():
-        _check_one(name, spec, summary, cast)
-    copies = _copies(chosen, memories)
-    for name, others in copies.items():
+        _check_one(stored[name], spec, root, cast)
+    for name, others in _copies(chosen, memories).items():
         for other in others:
             # Tied tensors that are not known to differ are compared when they are read.
-            dtypes = {stored[name].dtype, stored[other].dtype}
-            if len(dtypes) > 1 or summary.digests.get(name) != summary.digests.get(other):
+            is_one_dtype = stored[name].dtype == stored[other].dtype
+            if not is_one_dtype or digests.get(name) != digests.get(other):
                 raise CheckpointError(
                     f"tensors {quoted(name)} and {quoted(other)} are one memory in the state dict "
                     f"and differ in {root}: untie them, or leave one of them out"
                 )
+            pieces = dict.fromkeys((*stored[name].pieces, *stored[other].pieces))
+            stored[name] = replace(stored[name], pieces=tuple(pieces))
             del chosen[other]
             tied.append(other)
-    return Match(chosen, tuple(sorted(missing)), tuple(tied), copies)
+    catalog = replace(catalog, tensors=stored)
+    known = {name: digest for name, digest in digests.items() if name in stored}
+    return Match(catalog, known, chosen, tuple(sorted(missing)), tuple(tied), tuple(unwanted))
 
 
 def _is_tied(name: str, chosen: Mapping[str, TensorSpec], memories: Mapping[int, Memory]) -> bool:
@@ -393,8 +379,8 @@ def _is_typo(one: str, two: str) -> bool:
     return len(part) >= LEAST_LETTERS
 
 
-def _check_one(name: str, spec: TensorSpec, summary: CatalogSummary, cast: bool) -> None:
-    have, root = summary.catalog.tensors[name], summary.catalog.root
+def _check_one(have: StoredTensor, spec: TensorSpec, root: str, cast: bool) -> None:
+    name = have.name
     if have.shape != spec.shape:
         raise CheckpointError(
             f"tensor {quoted(name)} has shape {have.shape} in {root} and {spec.shape} in the state "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,6 @@ from reshard.checkpoint.integrity.checksums import Checksums, load_checksums
 from reshard.checkpoint.integrity.crcs import Crcs, Part, crcs_of
 from reshard.checkpoint.live.direct_reads import ReadRequest, read_direct, split_requests
 from reshard.checkpoint.live.entries import (
-    CatalogSummary,
     Entries,
     Memory,
     Strict,
@@ -35,8 +34,8 @@ from reshard.checkpoint.live.entries import (
     match_tensors,
 )
 from reshard.checkpoint.live.shared_reads import (
-    Batch,
     Limits,
+    Share,
     SharedReads,
     are_small,
     batches_of,
@@ -173,8 +172,6 @@ def _check_memory(entries: Entries, names: Collection[str], rank: int) -> None:
 
 
 class _Loading:
-    """A load in progress."""
-
     def __init__(
         self,
         agreement: Agreement,
@@ -198,17 +195,16 @@ class _Loading:
         self.hosts = [*hosts.values()]
         described = specs_from_texts(texts)
         specs = merge_specs(described)
-        summary = CatalogSummary.from_data(catalogs[agreement.ranks[0]], specs)
         memories = {rank: Memory(described[rank], some) for rank, some in shared.items()}
-        self.match = match_tensors(specs, summary, memories, options["strict"], options["cast"])
+        data, strict, cast = catalogs[agreement.ranks[0]], options["strict"], options["cast"]
+        self.match = match_tensors(specs, data, memories, strict, cast)
         if any(overlaps.values()):  # perhaps of tensors that are not loaded
             chosen = self.match.chosen
             agreement.run(lambda: _check_memory(self.entries, chosen, agreement.rank))
-        self.summary = summary.joined(self.match.copies)
         self.requests = {
             name: self._request(name, spec) for name, spec in self.match.chosen.items()
         }
-        catalog, digests = self.summary.catalog, self.summary.digests
+        catalog, digests = self.match.catalog, self.match.digests
         self.source = Source(self.storage, catalog, self.checksums, crcs=Crcs(catalog.crcs))
         self._records = {name: self._records_of(name) for name in self.requests if catalog.crcs}
         self._unread = Counter(which for some in self._records.values() for which in some)
@@ -253,7 +249,7 @@ class _Loading:
         return [text, self.options, memory, boot_id(), data, has_overlaps]
 
     def _request(self, name: str, spec: TensorSpec) -> ReadRequest:
-        catalog, has_digest = self.summary.catalog, name in self.summary.digests
+        catalog, has_digest = self.match.catalog, name in self.match.digests
         # Replicas that a digest would check better are not compared, and left out.
         is_compared = self.options["compare_replicas"] and not has_digest
         transfer = Transfer.of_read(catalog.tensors[name], spec.dtype, is_compared)
@@ -293,7 +289,7 @@ class _Loading:
         self.bytes_read = sum(one[0] for one in answers.values())
         self._done += count
 
-    def _read_batch(self, batch: Batch) -> None:
+    def _read_batch(self, batch: Sequence[Share]) -> None:
         """Read a batch, check it, and send it to the ranks that need it."""
 
         def read() -> list[Any]:
@@ -301,13 +297,14 @@ class _Loading:
             parts = {name: f"{value:x}" for name, value in values.items()}
             return [self.source.num_bytes, parts, self.shared.crc_parts()]
 
+        finished = [share.name for share in batch if share.is_last]
         done = f"{self._done} of {len(self.requests)} tensors were already loaded"
         with self._noting(done if self._done else ""):
             num_bytes, parts, crcs = zip(*self.agreement.run(read).values(), strict=True)
-            self._check_digests(batch, parts)
-            self.bytes_read = sum(num_bytes) + self._check_crcs(batch, crcs)
+            self._check_digests(finished, parts)
+            self.bytes_read = sum(num_bytes) + self._check_crcs(finished, crcs)
             self.shared.move(batch)
-        self._done += len(batch.finished)
+        self._done += len(finished)
 
     @contextmanager
     def _noting(self, done: str) -> Iterator[None]:
@@ -319,12 +316,12 @@ class _Loading:
                 raise
             raise type(error)(f"{error}; {done}: load again before use") from error.__cause__
 
-    def _check_digests(self, batch: Batch, parts: Iterable[Mapping[str, str]]) -> None:
-        """Compare the digests of the tensors that are completely read now."""
+    def _check_digests(self, names: Iterable[str], parts: Iterable[Mapping[str, str]]) -> None:
+        """Compare the digests of tensors that are completely read now."""
         for one in parts:
             self._values.update({name: int(text, 16) for name, text in one.items()})
-        for name in batch.finished:
-            expected, transfer = self.summary.digests.get(name), self.requests[name].transfer
+        for name in names:
+            expected, transfer = self.match.digests.get(name), self.requests[name].transfer
             value = digest.combine([self._values.pop(name, 0)])
             now = digest.finish(value, transfer.shape, transfer.have)
             if expected is not None and now != expected:
@@ -339,14 +336,11 @@ class _Loading:
         spans = ((piece.file, *piece.span(transfer.have)) for piece in pieces)
         return {which for span in spans for which in crcs.touching(*span)}
 
-    def _check_crcs(self, batch: Batch, parts: Iterable[list[Part]]) -> int:
-        """Compare the CRC-32 records that are complete now; the first rank reads their gaps.
-
-        Returns the bytes of these gaps.
-        """
+    def _check_crcs(self, names: Iterable[str], parts: Iterable[list[Part]]) -> int:
+        """Compare the CRC-32 records that are complete now; the bytes of gaps that this reads."""
         for some in parts if self.agreement.is_first else ():
             self.source.crcs.add(some)
-        read = Counter(which for name in batch.finished for which in self._records.get(name, ()))
+        read = Counter(which for name in names for which in self._records.get(name, ()))
         self._unread.subtract(read)
         ready = sorted(which for which in read if not self._unread[which])
 
@@ -358,7 +352,7 @@ class _Loading:
         return int(self.agreement.run_on_first(compare)) if ready else 0
 
     def report(self, seconds: float) -> LoadReport:
-        catalog, match = self.summary.catalog, self.match
+        catalog, match = self.match.catalog, self.match
         return LoadReport(
             source=catalog.root,
             format=catalog.format,
@@ -367,11 +361,11 @@ class _Loading:
             bytes_read=self.bytes_read,
             bytes_moved=self.shared.bytes_moved,
             seconds=seconds,
-            checked=bool(self.summary.digests),
+            checked=bool(match.digests),
             num_ranks=len(self.agreement.ranks),
             missing=match.missing,
             tied=match.tied,
-            unexpected=self.summary.unwanted,
+            unexpected=match.unwanted,
             left_alone=tuple(self.entries.others),
             notes=catalog.notes,
         )

@@ -25,9 +25,9 @@ from __future__ import annotations
 from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -100,42 +100,35 @@ class Limits:
 class Share:
     """A window, and the boxes of it that each rank reads, in the order of its buffer."""
 
-    name: str
-    window: Box
-    boxes: Mapping[int, Sequence[Box]]
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Shares that are read and then scattered at a time."""
-
-    shares: tuple[Share, ...]
-    finished: tuple[str, ...]
-    """Tensors whose last window is in this batch."""
-
-
-class _Window(NamedTuple):
     request: ReadRequest
-    box: Box | None
-    """None after the last window of a tensor."""
-    num_bytes: int
+    window: Box
+    is_last: bool
+    """Whether it is the last window of its tensor."""
+    boxes: Mapping[int, Sequence[Box]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.request.transfer.name
+
+    @property
+    def num_bytes(self) -> int:
+        return self.window.size * itemsize(self.request.transfer.have)
 
 
 def batches_of(
     requests: Mapping[str, ReadRequest], ranks: Sequence[int], limits: Limits
-) -> Iterator[Batch]:
-    """All requests in batches, in the order in which they are stored."""
+) -> Iterator[list[Share]]:
+    """The windows of all requests in batches, in the order of the files."""
     for windows in batches(_windows(requests, limits), attrgetter("num_bytes"), limits.batch):
-        finished = (window.request.transfer.name for window in windows if window.box is None)
-        yield Batch(_shares(windows, ranks, limits), tuple(finished))
+        yield [*_shares(windows, ranks, limits)]
 
 
-def _windows(requests: Mapping[str, ReadRequest], limits: Limits) -> Iterator[_Window]:
+def _windows(requests: Mapping[str, ReadRequest], limits: Limits) -> Iterator[Share]:
     for request in sorted(requests.values(), key=_place):
-        size = itemsize(request.transfer.have)
-        for box in request.windows(limits.batch):
-            yield _Window(request, box, box.size * size)
-        yield _Window(request, None, 0)
+        origin = (0,) * len(request.transfer.shape)
+        windows = [*request.windows(limits.batch)] or [Box(origin, origin)]
+        for number, window in enumerate(windows, 1):
+            yield Share(request, window, number == len(windows))
 
 
 def _place(request: ReadRequest) -> tuple[int, int, str]:
@@ -146,20 +139,18 @@ def _place(request: ReadRequest) -> tuple[int, int, str]:
     return int(source.files[first]), int(source.offsets[first]), request.transfer.name
 
 
-def _shares(windows: Sequence[_Window], ranks: Sequence[int], limits: Limits) -> tuple[Share, ...]:
+def _shares(windows: Sequence[Share], ranks: Sequence[int], limits: Limits) -> Iterator[Share]:
     total = sum(window.num_bytes for window in windows)
     limit = min(limits.cell, max(total // len(ranks) // 8, SMALLEST_CELL))
     fair = min(total / len(ranks) * (1 + SLACK), limits.share - limits.cell)
-    readers, shares = LeastLoaded(ranks), []
-    for request, window, _ in windows:
-        if window is not None:
-            size = itemsize(request.transfer.have)
-            boxes: dict[int, list[Box]] = {}
-            for box, candidates in _cells(request, window, limit):
-                reader = readers.choose(candidates.tolist(), box.size * size, fair)
-                boxes.setdefault(reader, []).append(box)
-            shares.append(Share(request.transfer.name, window, boxes))
-    return tuple(shares)
+    readers = LeastLoaded(ranks)
+    for share in windows:
+        size = itemsize(share.request.transfer.have)
+        boxes: dict[int, list[Box]] = {}
+        for box, candidates in _cells(share.request, share.window, limit):
+            reader = readers.choose(candidates.tolist(), box.size * size, fair)
+            boxes.setdefault(reader, []).append(box)
+        yield replace(share, boxes=boxes)
 
 
 def _cells(request: ReadRequest, window: Box, limit: int) -> Iterator[tuple[Box, Ints]]:
@@ -200,7 +191,7 @@ class SharedReads:
         local: Mapping[str, RankTensor],
         memory: int,
     ) -> None:
-        self._source, self._requests, self._digests = source, requests, digests
+        self._source, self._digests = source, digests
         self._agreement, self._memory = agreement, memory
         self._reads = SourceReads(source)
         self._boxes = RankBoxes()
@@ -213,26 +204,26 @@ class SharedReads:
             if name in local
         }
 
-    def read(self, batch: Batch) -> dict[str, int]:
+    def read(self, batch: Sequence[Share]) -> dict[str, int]:
         """Read this rank's share of a batch; what it adds to the digest value of each tensor."""
         self._data = []
-        for share in batch.shares:
+        for share in batch:
             size = sum(box.size for box in share.boxes.get(self._agreement.rank, ()))
-            dtype: torch.dtype = getattr(torch, self._requests[share.name].transfer.have)
+            dtype: torch.dtype = getattr(torch, share.request.transfer.have)
             self._data.append(torch.empty(size, dtype=dtype, device="cpu"))
-        tasks = [(share.name, *part) for share, parts in self._parts(batch) for part in parts]
+        tasks = [(share, *part) for share, parts in self._parts(batch) for part in parts]
         workers = LOCAL_WORKERS if self._source.storage.is_local else REMOTE_WORKERS
         values = Counter[str]()
         done = in_order(self._read, tasks, workers, lambda: np.empty(SCRATCH, dtype=np.uint8))
-        for (name, box, _), array in done:
-            if name in self._digests:
-                transfer = self._requests[name].transfer
-                values[name] += digest.part(array, box, transfer.shape, transfer.have)
+        for (share, box, _), array in done:
+            transfer = share.request.transfer
+            if share.name in self._digests:
+                values[share.name] += digest.part(array, box, transfer.shape, transfer.have)
         return values
 
-    def _parts(self, batch: Batch) -> Iterator[tuple[Share, list[View]]]:
+    def _parts(self, batch: Sequence[Share]) -> Iterator[tuple[Share, list[View]]]:
         """What this rank has read of each window: its boxes, and the elements of each."""
-        for share, data in zip(batch.shares, self._data, strict=True):
+        for share, data in zip(batch, self._data, strict=True):
             boxes = share.boxes.get(self._agreement.rank, ())
             parts = data.split([box.size for box in boxes]) if boxes else ()
             yield share, [(box, p.view(box.shape)) for box, p in zip(boxes, parts, strict=True)]
@@ -242,9 +233,9 @@ class SharedReads:
         parts, self._reads.crcs = self._reads.crcs, []
         return parts
 
-    def _read(self, task: tuple[str, Box, torch.Tensor], scratch: Array) -> Array:
-        name, box, part = task
-        transfer = self._requests[name].transfer
+    def _read(self, task: tuple[Share, Box, torch.Tensor], scratch: Array) -> Array:
+        share, box, part = task
+        transfer = share.request.transfer
         window = part.reshape(-1).view(torch.uint8).numpy()
         place = Buffers(len(scratch), window, scratch, window)
         array = fill(transfer, box, place, self._reads)
@@ -254,7 +245,7 @@ class SharedReads:
                 compare(transfer, some, inner, place, self._reads)
         return array
 
-    def move(self, batch: Batch) -> None:
+    def move(self, batch: Sequence[Share]) -> None:
         """Write a batch that was read into the tensors of all ranks."""
         if len(self._agreement.ranks) == 1:
             for share, parts in self._parts(batch):
@@ -264,7 +255,7 @@ class SharedReads:
         want: dict[str, TensorSpec] = {}
         tensors: dict[str, torch.Tensor] = {}
         into: dict[str, torch.Tensor] = {}
-        for share, data in zip(batch.shares, self._data, strict=True):
+        for share, data in zip(batch, self._data, strict=True):
             source = self._readers(share, is_first=not have)
             boxes = share.boxes.get(self._agreement.rank, ())
             for number, destination in self._destinations(share):
@@ -283,7 +274,7 @@ class SharedReads:
 
     def _readers(self, share: Share, is_first: bool) -> TensorSpec:
         """The boxes that ranks have read; the first tensor lists all ranks: each move has these."""
-        transfer = self._requests[share.name].transfer
+        transfer = share.request.transfer
         ranks = self._agreement.ranks if is_first else share.boxes
         boxes = {rank: share.boxes.get(rank, ()) for rank in ranks}
         return TensorSpec(transfer.shape, transfer.have, Layout.from_boxes(transfer.shape, boxes))
@@ -293,11 +284,11 @@ class SharedReads:
 
         A rank has at most one box in each, so that the box is a view of its tensor.
         """
-        request = self._requests[share.name]
-        shape, dtype = request.transfer.shape, request.transfer.want
+        layout, transfer = share.request.layout, share.request.transfer
+        shape, dtype = transfer.shape, transfer.want
         inside = {
             rank: [box & share.window for box in boxes]
-            for rank, boxes in self._boxes.of(request.layout, shape).items()
+            for rank, boxes in self._boxes.of(layout, shape).items()
         }
         for number in range(max(map(len, inside.values()), default=0)):
             boxes = {
@@ -331,7 +322,6 @@ def read_small(requests: Mapping[str, ReadRequest], source: Source) -> str:
 def copy_small(
     requests: Mapping[str, ReadRequest], text: str, views: Mapping[str, Sequence[View]]
 ) -> None:
-    """Copy small tensors from their text into this rank's tensors."""
     data = torch.frombuffer(bytearray(b64decode(text)) or bytearray(1), dtype=torch.uint8)
     at = 0
     for name, request in requests.items():
