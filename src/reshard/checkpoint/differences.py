@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isnan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -44,7 +44,8 @@ BLOCK = 1 << 16
 """Elements that are converted to numbers at a time, as numbers take more memory."""
 
 
-class Difference(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Difference:
     """How two tensors of one shape differ; see `TensorDiff`."""
 
     count: int
@@ -73,19 +74,14 @@ def difference(left: Source, right: Source, name: str, budget: Budget) -> Tensor
     parts = [part for _, part in windows if part is not None]
     if not parts:
         return None
-    counts, firsts, boxes, distances = zip(*parts, strict=True)
-    low = np.min([box.start for box in boxes], axis=0).tolist()
-    high = np.max([box.stop for box in boxes], axis=0).tolist()
-    return TensorDiff(
-        name,
-        (readers[0].tensor.shape, readers[1].tensor.shape),
-        dtypes,
-        sum(counts),
-        firsts[0],  # windows come in row-major order
-        Box(tuple(low), tuple(high)),
-        max((one for one in distances if one is not None), default=None),
-        tuple(reader.place(firsts[0]) for reader in readers),
-    )
+    count, first = sum(part.count for part in parts), parts[0].first  # in row-major order
+    low = np.min([part.box.start for part in parts], axis=0).tolist()
+    high = np.max([part.box.stop for part in parts], axis=0).tolist()
+    box = Box(tuple(low), tuple(high))
+    largest = max((part.largest for part in parts if part.largest is not None), default=None)
+    shapes = readers[0].tensor.shape, readers[1].tensor.shape
+    places = tuple(reader.place(first) for reader in readers)
+    return TensorDiff(name, shapes, dtypes, count, first, box, largest, places)
 
 
 def between(left: Array, right: Array, dtypes: tuple[str, str], box: Box) -> Difference | None:
@@ -113,8 +109,8 @@ def between(left: Array, right: Array, dtypes: tuple[str, str], box: Box) -> Dif
         here = np.flatnonzero(apart.any(axis=other))
         low.append(int(here[0]) + box.start[dim])
         high.append(int(here[-1]) + 1 + box.start[dim])
-    at = np.unravel_index(int(apart.argmax()), apart.shape) if apart.ndim else ()
-    first = tuple(int(index) + start for index, start in zip(at, box.start, strict=True))
+    index = np.unravel_index(int(apart.argmax()), apart.shape) if apart.ndim else ()
+    first = tuple(int(one) + start for one, start in zip(index, box.start, strict=True))
     count, largest = int(np.count_nonzero(apart)), max(distances, default=None)
     return Difference(count, first, Box(tuple(low), tuple(high)), largest)
 

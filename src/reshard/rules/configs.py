@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from reshard.errors import RulesError
+from reshard.errors import RulesError, require_type
 
 Config = Mapping[str, Any]
 
@@ -167,8 +167,14 @@ def preset(name: str) -> Config:
     return PRESETS[name]
 
 
+def check_config(config: object) -> None:
+    advice = "give the dict of a config.json; a config of transformers has to_dict()"
+    require_type(config, Mapping, "config=", advice)
+
+
 def family_of(config: Config) -> str:
     """The family of rules for a config."""
+    check_config(config)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in _TYPES:
         raise RulesError(

@@ -281,7 +281,6 @@ def _bounded(value: int) -> int:
 class Template:
     """A layout text in which some numbers are formulas."""
 
-    text: str
     parts: tuple[str | Formula, ...]
 
     @classmethod
@@ -294,7 +293,7 @@ class Template:
             if not _SEGMENTS.match(match[1]):
                 parts += [text[at : match.start()], Formula.parse(match[1])]
                 at = match.end()
-        return cls(text, (*parts, text[at:]))
+        return cls((*parts, text[at:]))
 
     def names(self) -> set[str]:
         return {name for part in self.parts if not isinstance(part, str) for name in part.names}

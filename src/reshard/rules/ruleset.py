@@ -18,7 +18,7 @@ from typing import Any
 from reshard.errors import RulesError, require_type
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
-from reshard.rules.configs import family_of
+from reshard.rules.configs import check_config, family_of
 from reshard.rules.document import Document, families, located, read, read_file
 from reshard.rules.table import Table, UnmatchedError, idle_ranks
 
@@ -54,11 +54,11 @@ class Rules:
         >>> Rules.load(config=config).source, Rules.load("llama").numbers["head_dim"]
         ('llama', None)
         """
-        if source is None and config is None:
-            raise RulesError(f"no rules: name a file or one of {', '.join(families())}, or config=")
-        advice = "give the dict of a config.json; a config of transformers has to_dict()"
-        require_type({} if config is None else config, Mapping, "config=", advice)
-        source = family_of(config or {}) if source is None else source
+        if source is None:
+            if config is None:
+                names = ", ".join(families())
+                raise RulesError(f"no rules: name a file or one of {names}, or config=")
+            source = family_of(config)
         if not isinstance(source, str | Path):
             raise RulesError(f"rules {source!r} are no text and no path: name a family or a file")
         rules = cls(str(source), read_file(source))
@@ -80,6 +80,7 @@ class Rules:
         >>> str(rules.layout("a.weight", Mesh(tp=2)))
         'tp -'
         """
+        require_type(text, str, "parse()", "give the text of a rules file; load() reads files")
         with located(source):
             rules = cls(source, read(text))
         return rules.given(fsdp=fsdp, replicate=replicate, numbers=numbers)
@@ -97,8 +98,10 @@ class Rules:
         >>> Rules.load("mixtral").given(numbers={"num_experts": 8}).numbers["num_experts"]
         8
         """
+        config = {} if config is None else config
+        check_config(config)
         with located(self.source):
-            document = self.document.given(config or {}, numbers or {}, fsdp, replicate)
+            document = self.document.given(config, numbers or {}, fsdp, replicate)
         return Rules(self.source, document)
 
     @classmethod

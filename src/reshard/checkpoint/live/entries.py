@@ -338,7 +338,7 @@ def _copies(
 def _check_missing(
     root: str, missing: Sequence[str], unwanted: Sequence[str], strict: Strict
 ) -> None:
-    """Refuse names that the checkpoint lacks, also those that only differ by one typo from another.
+    """Refuse names that the checkpoint lacks; if not strict, only those that look misspelt.
 
     The error shows the nearest name that is not used and has the same numbers.
     """
@@ -346,8 +346,12 @@ def _check_missing(
     for name in unwanted if missing else ():
         by_digits.setdefault(tuple(_DIGITS.findall(name)), []).append(name)
     alike = {name: by_digits.get(tuple(_DIGITS.findall(name)), []) for name in missing}
-    pairs = ((name, next((o for o in alike[name] if _is_typo(name, o)), None)) for name in missing)
-    misspelt = {name: other for name, other in pairs if other is not None}
+    misspelt = {
+        name: other
+        for name in missing
+        for other in reversed(alike[name])  # the first one wins
+        if _is_typo(name, other)
+    }
     lacking = missing if strict else [*misspelt]
     if not lacking:
         return

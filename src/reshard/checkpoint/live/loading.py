@@ -106,13 +106,13 @@ class LoadReport(Report):
             f"  moved    {format_bytes(self.bytes_moved)} between ranks",
             f"  time     {self.seconds:.1f} s",
         ]
-        for word, names in (
+        for label, names in (
             ("missing", self.missing),
             ("tied", self.tied),
             ("unused", self.unexpected),
             ("no tensor", self.left_alone),
         ):
-            lines += [f"  {word:<8} {name_list(names)}"] if names else []
+            lines += [f"  {label:<8} {name_list(names)}"] if names else []
         return "\n".join([*lines, *(f"  note     {note}" for note in self.notes[:5])])
 
 

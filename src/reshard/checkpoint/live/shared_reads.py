@@ -225,7 +225,7 @@ class SharedReads:
         """What this rank has read of each window: its boxes, and the elements of each."""
         for share, data in zip(batch, self._data, strict=True):
             boxes = share.boxes.get(self._agreement.rank, ())
-            parts = data.split([box.size for box in boxes]) if boxes else ()
+            parts = torch.split(data, [box.size for box in boxes]) if boxes else ()
             yield share, [(box, p.view(box.shape)) for box, p in zip(boxes, parts, strict=True)]
 
     def crc_parts(self) -> list[Part]:
