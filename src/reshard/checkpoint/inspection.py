@@ -314,16 +314,8 @@ def _tensors(catalog: Catalog, damage: list[str]) -> Iterator[InspectedTensor]:
         layout, holes, is_replicated = known[boxes]
         if catalog.mesh is not None and tensor.name in catalog.layouts:
             layout = f"{catalog.mesh}: {catalog.layouts[tensor.name]}"
-        yield InspectedTensor(
-            tensor.name,
-            tensor.shape,
-            tensor.dtype,
-            tensor.num_bytes,
-            len(tensor.pieces),
-            layout,
-            complete=not holes,
-            replicated=is_replicated,
-        )
+        stored = tensor.shape, tensor.dtype, tensor.num_bytes, len(tensor.pieces)
+        yield InspectedTensor(tensor.name, *stored, layout, not holes, is_replicated)
         if holes:
             damage.append(
                 f"{catalog.root}: no file holds {and_more(holes, SHOWN_HOLES)} of tensor "

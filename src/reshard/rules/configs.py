@@ -21,7 +21,7 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _ModelType:
-    """What must be known of a ``model_type`` beside its config."""
+    """What must be known of a ``model_type`` in addition to its config."""
 
     family: str  # its family of rules
     defaults: Config = field(default_factory=dict)
@@ -199,8 +199,8 @@ def text_config(config: Config) -> Config:
         kind = MULTIMODAL[kind]
         outer = {key: config[key] for key in _OUTER if config.get(key) is not None}
         config = {**outer, **own, "model_type": kind}
-    given = {key: value for key, value in config.items() if value is not None}
-    return {**(_TYPES[kind].defaults if kind in _TYPES else {}), **given}
+    defaults = _TYPES[kind].defaults if kind in _TYPES else {}
+    return {**defaults, **{key: value for key, value in config.items() if value is not None}}
 
 
 def numbers_of(config: Config, names: Collection[str] = NUMBERS) -> dict[str, int]:

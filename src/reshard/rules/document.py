@@ -37,7 +37,7 @@ _FOLDER = resources.files("reshard.rules") / "families"
 @dataclass(frozen=True, slots=True)
 class Rule:
     pattern: Pattern
-    layout: Template | None  # how matching tensors are cut; None leaves that to other rules
+    layout: Template | None  # of matching tensors; None leaves that to other rules
     on: tuple[Place, ...] | None  # where they live; None: by other rules, empty: everywhere
 
 
@@ -70,7 +70,7 @@ class Factor:
 class Document:
     axes: tuple[str, ...] = ()  # the axes its layouts may name
     mesh: Mesh | None = None  # the mesh to use where the caller names none
-    fsdp: tuple[str, ...] = ()  # the axes that cut dim 0 of everything further
+    fsdp: tuple[str, ...] = ()  # the axes that also shard dim 0 of everything
     replicate: tuple[str, ...] = ()  # the axes along which tensors are replicated on purpose
     requested: tuple[str, ...] = ()  # those that the caller named; a mesh must have them
     model: Mapping[str, int | None] = field(default_factory=dict)  # None: has to be given
@@ -105,8 +105,8 @@ class Document:
     ) -> Document:
         """This document with these numbers, and those of a config that it does not know yet.
 
-        Dim 0 of everything is cut further by the axes of ``fsdp``. Along those of ``replicate``,
-        which layouts need not know, replicas are meant.
+        The axes of ``fsdp`` also shard dim 0 of everything. Along those of ``replicate``, which
+        layouts need not know, replicas are meant.
         """
         for name, value in numbers.items():
             if name not in self.model:

@@ -1,4 +1,4 @@
-"""Rules map tensor names to layouts: how is every tensor of a model cut over a mesh?
+"""Rules map tensor names to layouts: how every tensor of a model is sharded over a mesh.
 
 >>> from reshard.layout.mesh import Mesh
 >>> rules = Rules.load("llama", head_dim=128, kv_heads=8, num_layers=32)
@@ -93,7 +93,7 @@ class Rules:
         replicate: str | None = None,
         numbers: Mapping[str, int] | None = None,
     ) -> Rules:
-        """The same rules with more said about the model and the request, as in ``load``.
+        """The same rules with more numbers of the model and other options, as in ``load``.
 
         >>> Rules.load("mixtral").given(numbers={"num_experts": 8}).numbers["num_experts"]
         8

@@ -1,4 +1,4 @@
-"""The layouts of one document on one mesh, each worked out once, and what becomes of the axes.
+"""The layouts of one document on one mesh, each computed once.
 
 A model has thousands of names and a handful of layouts. Names that differ only in their integers
 match the same rules, so a rule is looked up once per such family of names, a place once per value
@@ -251,7 +251,7 @@ def keep_axes(words: Words, axes: Collection[str]) -> Words:
 
 
 def shard_first_dim(words: Words, axes: Iterable[str], *, num_dims: int | None) -> Words:
-    """Cut dim 0 of what every rank holds further, by each of these axes not in use yet."""
+    """Shard dim 0 of what every rank holds by each of these axes that is not in use yet."""
     more = tuple(Chunk(axis) for axis in axes if axis not in words.axes)
     if not more or words.flat or num_dims == 0:
         return words

@@ -160,15 +160,8 @@ class _Saving:
         """Names of other files at the destination."""
         self._paths = [file.path for file in self.plan.output.files]
         self._target = OutputFiles(self.place.data, self.plan.output.files)
-        self._done = Done(agreement.rank)
-        self._steps = write_share(
-            self.plan,
-            self._target,
-            self._entries.local,
-            self._objects,
-            self._done,
-            request["checksums"],
-        )
+        self._done, local, sums = Done(agreement.rank), self._entries.local, request["checksums"]
+        self._steps = write_share(self.plan, self._target, local, self._objects, self._done, sums)
 
     def _describe(self, state_dict: Mapping[Any, Any]) -> list[Any]:
         """What this rank tells the others."""

@@ -41,7 +41,7 @@ WORKERS = 2
 WINDOW = 8 << 20
 """Bytes that are written at once."""
 STEP = 1 << 30
-"""Bytes after which the ranks agree, so that none waits long without a sign of the others."""
+"""Bytes after which the ranks agree, so that heartbeats arrive in time."""
 COMPARED = 4 << 20
 """The most bytes of a plain tensor that are all compared between ranks."""
 SAMPLED = 1 << 16
