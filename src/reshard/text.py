@@ -116,6 +116,16 @@ def name_list(names: Sequence[str], most: int = 5) -> str:
     return and_more([quoted(name)[1:-1] for name in names], most)
 
 
+def listed(lines: Sequence[str], most: int = 20) -> list[str]:
+    """The first of some lines, indented, and how many follow.
+
+    >>> listed(["a", "b", "c"], 2)
+    ['  a', '  b', '  and 1 more; --json lists all']
+    """
+    more = [f"  and {len(lines) - most} more; --json lists all"] if len(lines) > most else []
+    return [*(f"  {line}" for line in lines[:most]), *more]
+
+
 def shorten(text: str, most: int) -> str:
     """Replace the middle of a long text by dots.
 

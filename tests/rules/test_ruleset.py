@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.errors import RulesError
+from reshard.errors import ArgumentTypeError, RulesError
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.rules import Rules, models
@@ -512,6 +512,19 @@ def test_unknown_sources(tmp_path: Path) -> None:
         Rules.for_config({"model_type": "opt"})
     with pytest.raises(RulesError, match='"num_attention_heads" in the config is many'):
         Rules.for_config({"model_type": "llama", "num_attention_heads": "many"})
+
+
+def test_arguments_of_another_type_are_refused() -> None:
+    for call in (
+        lambda: Rules.load("llama", config=[1]),
+        lambda: Rules.load(config=[]),
+        lambda: Rules.load("llama").given(config=[1]),
+        lambda: models.tensors(5),
+    ):
+        with pytest.raises(ArgumentTypeError, match=r"config= got .*: give the dict of a config"):
+            call()
+    with pytest.raises(ArgumentTypeError, match=r"parse\(\) got .*: .* load\(\) reads files"):
+        Rules.parse(Path("my.toml"))
 
 
 TENSORS = 'axes = ["tp", "pp"]\n[model]\nn = 4\nm = "?"\n[tensors]\n'

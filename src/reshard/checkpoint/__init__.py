@@ -42,39 +42,17 @@ if TYPE_CHECKING:  # type checkers and editors see here what `__getattr__` loads
     from reshard.checkpoint.soundness import VerifyReport as VerifyReport
     from reshard.checkpoint.soundness import verify as verify
 
-_HOMES = {
-    "ConvertReport": "conversion.stages",
-    "DiffReport": "differences",
-    "InspectedTensor": "inspection",
-    "Inspection": "inspection",
-    "LoadReport": "live.loading",
-    "SaveReport": "live.saving",
-    "TensorDiff": "differences",
-    "VerifyReport": "soundness",
-    "convert": "conversion.stages",
-    "diff": "differences",
-    "inspect": "inspection",
-    "load": "live.loading",
-    "save": "live.saving",
-    "verify": "soundness",
+_NAMES = {
+    "conversion.stages": ("ConvertReport", "convert"),
+    "differences": ("DiffReport", "TensorDiff", "diff"),
+    "inspection": ("InspectedTensor", "Inspection", "inspect"),
+    "live.loading": ("LoadReport", "load"),
+    "live.saving": ("SaveReport", "save"),
+    "soundness": ("VerifyReport", "verify"),
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = [
-    "ConvertReport",
-    "DiffReport",
-    "InspectedTensor",
-    "Inspection",
-    "LoadReport",
-    "SaveReport",
-    "TensorDiff",
-    "VerifyReport",
-    "convert",
-    "diff",
-    "inspect",
-    "load",
-    "save",
-    "verify",
-]  # a list, which type checkers and editors can read
+__all__ = sorted(_HOMES)
 
 if not TYPE_CHECKING:  # else every misspelt name would pass as one that is loaded here
 

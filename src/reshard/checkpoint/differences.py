@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from math import inf, isnan
-from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +33,7 @@ from reshard.checkpoint.transfer.windows import (
 from reshard.dtypes import cast_into
 from reshard.errors import DamageError
 from reshard.layout.box import Box
-from reshard.text import Report, and_more, count, quoted
+from reshard.text import Report, and_more, count, listed, quoted
 
 if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh
@@ -48,25 +46,12 @@ BLOCK = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How two tensors of one shape differ."""
+    """How two tensors of one shape differ; see `TensorDiff`."""
 
     count: int
-    """Elements whose bits differ."""
     first: tuple[int, ...]
-    """The first of them in row-major order."""
     box: Box
-    """The smallest box around all of them."""
     largest: float | int | None
-    """The largest absolute difference of two numbers; None if only NaNs differ."""
-
-    def __or__(self, later: Difference) -> Difference:
-        """Both together; ``later`` comes after this one in row-major order."""
-        low = tuple(map(min, self.box.start, later.box.start))
-        high = tuple(map(max, self.box.stop, later.box.stop))
-        known = [each.largest for each in (self, later) if each.largest is not None]
-        return Difference(
-            self.count + later.count, self.first, Box(low, high), max(known, default=None)
-        )
 
 
 def difference(left: Source, right: Source, name: str, budget: Budget) -> TensorDiff | None:
@@ -86,20 +71,36 @@ def difference(left: Source, right: Source, name: str, budget: Budget) -> Tensor
 
     wider = max(readers, key=lambda side: side.tensor.num_bytes)
     windows = in_order(work, wider.rows(budget.window), budget.workers, make)
-    found = [one for _, one in windows if one is not None]
-    if not found:
+    parts = [part for _, part in windows if part is not None]
+    if not parts:
         return None
-    total = reduce(or_, found)
+    count, first = sum(part.count for part in parts), parts[0].first  # in row-major order
+    low = np.min([part.box.start for part in parts], axis=0).tolist()
+    high = np.max([part.box.stop for part in parts], axis=0).tolist()
+    box = Box(tuple(low), tuple(high))
+    largest = max((part.largest for part in parts if part.largest is not None), default=None)
     shapes = readers[0].tensor.shape, readers[1].tensor.shape
-    places = tuple(reader.place(total.first) for reader in readers)
-    figures = total.count, total.first, total.box, total.largest
-    return TensorDiff(name, shapes, dtypes, *figures, places)
+    places = tuple(reader.place(first) for reader in readers)
+    return TensorDiff(name, shapes, dtypes, count, first, box, largest, places)
 
 
 def between(left: Array, right: Array, dtypes: tuple[str, str], box: Box) -> Difference | None:
-    """How two arrays of raw elements of a box differ; None if they are equal."""
-    is_one = dtypes[0] == dtypes[1]
-    apart = bits_differ(left, right) if is_one else _values_differ(left, right, dtypes)
+    """How two arrays of raw elements of a box differ; None if they are equal.
+
+    As numbers, all NaNs are equal.
+    """
+    is_one_dtype = dtypes[0] == dtypes[1]
+    apart = bits_differ(left, right) if is_one_dtype else np.empty(left.shape, dtype=bool)
+    if is_one_dtype and not apart.any():
+        return None
+    flat, sides, distances = apart.reshape(-1), (left.reshape(-1), right.reshape(-1)), []
+    for at in range(0, flat.size, BLOCK):
+        differ, pair = flat[at : at + BLOCK], [side[at : at + BLOCK] for side in sides]
+        if not is_one_dtype:
+            one, two = _numbers(pair, dtypes)
+            differ[...] = (one != two) & ~(np.isnan(one) & np.isnan(two))
+        if differ.any() and all(map(is_number, dtypes)):
+            distances += _distance(*_numbers([side[differ] for side in pair], dtypes))
     if not apart.any():
         return None
     low, high = [], []
@@ -108,41 +109,10 @@ def between(left: Array, right: Array, dtypes: tuple[str, str], box: Box) -> Dif
         here = np.flatnonzero(apart.any(axis=other))
         low.append(int(here[0]) + box.start[dim])
         high.append(int(here[-1]) + 1 + box.start[dim])
-    at = np.unravel_index(int(apart.argmax()), apart.shape) if apart.ndim else ()
-    first = tuple(int(index) + start for index, start in zip(at, box.start, strict=True))
-    largest = max(_distances(left, right, apart, dtypes), default=None)
-    count = int(np.count_nonzero(apart))
+    index = np.unravel_index(int(apart.argmax()), apart.shape) if apart.ndim else ()
+    first = tuple(int(one) + start for one, start in zip(index, box.start, strict=True))
+    count, largest = int(np.count_nonzero(apart)), max(distances, default=None)
     return Difference(count, first, Box(tuple(low), tuple(high)), largest)
-
-
-def _values_differ(left: Array, right: Array, dtypes: tuple[str, str]) -> Array:
-    """Which elements differ as numbers; all NaNs are equal."""
-    apart = np.empty(left.shape, dtype=bool)
-    flat, pair = apart.reshape(-1), (left.reshape(-1), right.reshape(-1))
-    for at in range(0, len(flat), BLOCK):
-        one, two = _numbers([side[at : at + BLOCK] for side in pair], dtypes)
-        flat[at : at + BLOCK] = (one != two) & ~(np.isnan(one) & np.isnan(two))
-    return apart
-
-
-def _distances(
-    left: Array, right: Array, apart: Array, dtypes: tuple[str, str]
-) -> Iterator[float | int]:
-    """The largest distance in each block that has differing elements."""
-    flat = left.reshape(-1), right.reshape(-1), apart.reshape(-1)
-    for at in range(0, apart.size if all(map(is_number, dtypes)) else 0, BLOCK):
-        one, two, differ = (each[at : at + BLOCK] for each in flat)
-        if not differ.any():
-            continue
-        one, two = _numbers((one[differ], two[differ]), dtypes)
-        if all(map(_is_whole, dtypes)):
-            yield _whole_distance(one, two)
-            continue
-        with np.errstate(invalid="ignore", over="ignore"):
-            far = np.abs(one - two)
-        far = far[~np.isnan(far)]
-        if len(far):
-            yield float(far.max())
 
 
 def is_number(dtype: str) -> bool:
@@ -150,30 +120,30 @@ def is_number(dtype: str) -> bool:
     return dtype not in ("complex32", "float8_e8m0fnu")
 
 
-def _is_whole(dtype: str) -> bool:
-    return dtype.startswith(("int", "uint", "bool"))
-
-
-def _whole_distance(left: Array, right: Array) -> int:
-    """The largest distance of integers; exact, also where it does not fit into int64."""
-    if left.dtype != right.dtype:  # numpy would subtract some as float64
-        return int(np.abs(left.astype(object) - right.astype(object)).max())
-    high, low = np.maximum(left, right), np.minimum(left, right)
-    with np.errstate(over="ignore"):
-        return int((high - low).view(f"u{left.itemsize}").max())
+def _distance(left: Array, right: Array) -> list[float | int]:
+    """The largest distance, in a list that is empty if all are NaN; exact for integers."""
+    if left.dtype.kind in "iu" and right.dtype.kind in "iu":
+        if left.dtype != right.dtype:  # numpy would subtract some as float64
+            return [int(np.abs(left.astype(object) - right.astype(object)).max())]
+        high, low = np.maximum(left, right), np.minimum(left, right)
+        return [int((high - low).view(f"u{left.itemsize}").max())]  # it may wrap around once
+    with np.errstate(invalid="ignore", over="ignore"):
+        far = np.abs(left - right)
+    far = far[~np.isnan(far)]
+    return [float(far.max())] if len(far) else []
 
 
 def _numbers(pair: Sequence[Array], dtypes: tuple[str, str]) -> list[Array]:
     """Raw elements as numbers: as integers, which are exact, where both sides are such."""
-    are_whole, found = all(map(_is_whole, dtypes)), []
+    are_whole = all(dtype.startswith(("int", "uint", "bool")) for dtype in dtypes)
+    numbers = []
     for side, dtype in zip(pair, dtypes, strict=True):
         want = "complex128" if dtype.startswith("complex") else "float64"
         if are_whole:
             want = "uint8" if dtype == "bool" else dtype
-        result = np.empty(side.shape, want)
-        cast_into(side, dtype, result, want)
-        found.append(result)
-    return found
+        numbers.append(np.empty(side.shape, want))
+        cast_into(side, dtype, numbers[-1], want)
+    return numbers
 
 
 Entries = Mapping[str, tuple[str | None, str | None]]
@@ -190,20 +160,22 @@ def compare_entries(left: Source, right: Source) -> tuple[Entries, tuple[str, ..
     rest = {*mine.left_out, *theirs.left_out}
     if mine.objects and theirs.objects:
         sizes = [{n: f"{one.size} bytes" for n, one in c.objects.items()} for c in (mine, theirs)]
-        found = _differing(sizes, lambda name: _object_sum(left, name) == _object_sum(right, name))
+        entries = _differing(
+            sizes, lambda name: _object_sum(left, name) == _object_sum(right, name)
+        )
     elif mine.values and theirs.values:
         texts = [{n: shown(one) for n, one in c.values.items()} for c in (mine, theirs)]
-        found = _differing(texts, lambda name: _same(mine.values[name], theirs.values[name]))
+        entries = _differing(texts, lambda name: _same(mine.values[name], theirs.values[name]))
     else:
         names = _names(mine), _names(theirs)
         one, two = (_texts(side, names[0] & names[1]) for side in (left, right))
         both = one.keys() & two.keys()
         texts = [{name: quoted(side[name]) for name in both} for side in (one, two)]
-        found = _differing(texts, lambda name: one[name] == two[name])
+        entries = _differing(texts, lambda name: one[name] == two[name])
         rest |= (names[0] | names[1]) - both
     what = and_more([quoted(name) for name in sorted(rest)], 3, "entries")
     note = f"not compared, as no tensors and not plain values on both sides: {what}"
-    return found, (note,) if rest else ()
+    return entries, (note,) if rest else ()
 
 
 def _differing(sides: Sequence[Mapping[str, str]], are_equal: Callable[[str], bool]) -> Entries:
@@ -256,8 +228,6 @@ def _same(one: Any, two: Any) -> bool:
 
 
 FORMAT = 1
-SHOWN = 20
-"""Names or problems that are printed of each kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,13 +333,6 @@ def _shown(name: str) -> str:
     return quoted(name)[1:-1]
 
 
-def listed(lines: Sequence[str]) -> Iterator[str]:
-    """The first of some lines, and how many follow."""
-    yield from (f"  {line}" for line in lines[:SHOWN])
-    if len(lines) > SHOWN:
-        yield f"  and {len(lines) - SHOWN} more; --json lists all"
-
-
 def diff(
     a: str | Path,
     b: str | Path,
@@ -430,10 +393,10 @@ def _compared(left: Source, right: Source, name: str, budget: Budget) -> TensorD
     is_alike = _alike(mine, theirs)
     if mine.shape != theirs.shape or not (is_alike or all(map(is_number, whole.dtypes))):
         return whole
-    found = difference(left, right, name, budget)
-    if found is None and is_alike:
+    differs = difference(left, right, name, budget)
+    if differs is None and is_alike:
         raise DamageError(
             f"tensor {quoted(name)} differed when it was read first and not again: "
             "is another process writing to it?"
         )
-    return found or replace(whole, count=0)
+    return differs or replace(whole, count=0)

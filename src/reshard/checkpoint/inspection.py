@@ -20,10 +20,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, survey_catalog
@@ -39,6 +39,7 @@ from reshard.text import (
     count,
     format_bytes,
     format_shape,
+    listed,
     printable,
     quoted,
     shorten,
@@ -57,19 +58,19 @@ MAX_SIZES = 16
 
 def recovered(shape: Sequence[int], boxes: Iterable[Box]) -> str:
     """A mesh and a layout with these boxes, ``whole``, or else the number of boxes."""
-    held = Counter(box for box in boxes if box.size)
-    if not held:
+    stored = Counter(box for box in boxes if box.size)
+    if not stored:
         return WHOLE if 0 in shape else "0 boxes"
-    copies = set(held.values())
-    edges = grid_edges(held)
+    no_layout = f"{stored.total()} boxes"
+    copies, edges = set(stored.values()), grid_edges(stored)
     if len(copies) > 1 or edges is None or len(edges) > len(AXES):
-        return f"{held.total()} boxes"
+        return no_layout
     axes: dict[str, int] = {}
     words: list[str] = []
     for length, dim in zip(shape, edges, strict=True):
         sizes = [stop - start for start, stop in pairwise(dim)]
         if (dim[0], dim[-1]) != (0, length):  # a part is missing
-            return f"{held.total()} boxes"
+            return no_layout
         if len(sizes) == 1:
             words.append("-")
             continue
@@ -78,7 +79,7 @@ def recovered(shape: Sequence[int], boxes: Iterable[Box]) -> str:
         chunk = -(-length // len(sizes))
         if any(size != chunk for size in sizes[:-1]) or sizes[-1] > chunk:
             if len(sizes) > MAX_SIZES:
-                return f"{held.total()} boxes"
+                return no_layout
             axis = f"{axis}[{','.join(map(str, sizes))}]"
         words.append(axis)
     if copies != {1}:
@@ -88,7 +89,6 @@ def recovered(shape: Sequence[int], boxes: Iterable[Box]) -> str:
 
 
 MAX_ROWS = 60
-MAX_LINES = 20
 MAX_NAME = 64
 MAX_LAYOUT = 48
 MAX_TREE = 2000
@@ -129,52 +129,42 @@ def _facts(report: Inspection) -> Iterator[str]:
 
 def _findings(report: Inspection) -> Iterator[str]:
     for title in ("damage", "unsupported", "notes"):
-        found: tuple[str, ...] = getattr(report, title)
-        if found:
-            yield from ("", title, *(f"  {printable(line)}" for line in found[:MAX_LINES]))
-        if len(found) > MAX_LINES:
-            yield f"  and {len(found) - MAX_LINES} more; --json lists all"
+        lines: tuple[str, ...] = getattr(report, title)
+        if lines:
+            yield from ("", title, *listed([*map(printable, lines)]))
 
 
-@dataclass(slots=True)
-class _Branch:
-    """A part of dotted names: its children, and the tensor with this name."""
-
-    children: dict[str, _Branch] = field(default_factory=dict)
-    tensor: InspectedTensor | None = None
-    num_bytes: int = 0
-    num_tensors: int = 0
-
-    def add(self, parts: Sequence[str], tensor: InspectedTensor) -> None:
-        path = [self]
-        for part in parts:
-            path.append(path[-1].children.setdefault(part, _Branch()))
-        path[-1].tensor = tensor
-        for branch in path:
-            branch.num_bytes += tensor.num_bytes
-            branch.num_tensors += 1
+_Named: TypeAlias = "list[tuple[list[str], InspectedTensor]]"
+"""Tensors, each with the parts of its name."""
 
 
-def _drawn(top: _Branch) -> Iterator[str]:
-    """The lines of a tree; without recursion, because names may be nested deeply."""
-    pending = [("", top, -1)]
+def _tree_lines(tensors: Iterable[InspectedTensor]) -> Iterator[str]:
+    """The lines of a tree of dotted names; without recursion, because they may be nested deeply."""
+    top = _children([(tensor.name.split("."), tensor) for tensor in tensors], 0)
+    pending = [(child, 0, 0) for child in reversed(top)]
     while pending:
-        name, branch, depth = pending.pop()
-        tensor = branch.tensor
-        if tensor is None or branch.children:
-            about = f"{format_bytes(branch.num_bytes)}, {count(branch.num_tensors, 'tensor')}"
+        group, start, depth = pending.pop()
+        stop, children = start + 1, _children(group, start + 1)
+        while len(children) == 1 and len(children[0]) == len(group):  # self_attn.q_proj
+            stop, children = stop + 1, _children(group, stop + 1)
+        pending += [(child, stop, depth + 1) for child in reversed(children)]
+        parts, tensor = group[0]
+        about = format_bytes(sum(one.num_bytes for _, one in group))
+        if children:
+            about += f", {count(len(group), 'tensor')}"
         else:
             layout = shorten(printable(tensor.layout), MAX_LAYOUT)
-            about = f"{format_shape(tensor.shape)} {tensor.dtype}, {layout}"
-            about += f", {format_bytes(tensor.num_bytes)}"
-        if depth >= 0:
-            yield f"{'  ' * depth}{printable(shorten(name, MAX_NAME))}  {about}"
-        for part, child in reversed(branch.children.items()):
-            # One with a single child is joined with it: self_attn.q_proj.
-            while len(child.children) == 1 and child.tensor is None:
-                [(more, child)] = child.children.items()
-                part = f"{part}.{more}"
-            pending.append((part, child, depth + 1))
+            about = f"{format_shape(tensor.shape)} {tensor.dtype}, {layout}, {about}"
+        yield f"{'  ' * depth}{printable(shorten('.'.join(parts[start:stop]), MAX_NAME))}  {about}"
+
+
+def _children(group: _Named, at: int) -> list[_Named]:
+    """Tensors grouped by one part of their names, without those whose names end before it."""
+    children: dict[str, _Named] = {}
+    for parts, tensor in group:
+        if len(parts) > at:
+            children.setdefault(parts[at], []).append((parts, tensor))
+    return [*children.values()]
 
 
 def _few(names: Iterable[str]) -> str:
@@ -256,10 +246,7 @@ class Inspection(Report):
 
     def tree(self) -> str:
         """The tensors as a tree of their dotted names, with the bytes below each branch."""
-        top = _Branch()
-        for tensor in self.tensors:
-            top.add(tensor.name.split("."), tensor)
-        lines = [_headline(self), "", *_drawn(top)]
+        lines = [_headline(self), "", *_tree_lines(self.tensors)]
         if len(lines) > MAX_TREE:
             lines[MAX_TREE:] = [f"and {len(lines) - MAX_TREE} more lines; --json lists all"]
         return "\n".join([*lines, *_findings(self)])
@@ -306,7 +293,7 @@ def inspect(
         catalog.root,
         catalog.format,
         tensors,
-        {name: found.size for name, found in catalog.objects.items()},
+        {name: entry.size for name, entry in catalog.objects.items()},
         catalog.files,
         tuple(file for file in catalog.others if file.path != SIDECAR),
         sidecar,
@@ -327,16 +314,8 @@ def _tensors(catalog: Catalog, damage: list[str]) -> Iterator[InspectedTensor]:
         layout, holes, is_replicated = known[boxes]
         if catalog.mesh is not None and tensor.name in catalog.layouts:
             layout = f"{catalog.mesh}: {catalog.layouts[tensor.name]}"
-        yield InspectedTensor(
-            tensor.name,
-            tensor.shape,
-            tensor.dtype,
-            tensor.num_bytes,
-            len(tensor.pieces),
-            layout,
-            complete=not holes,
-            replicated=is_replicated,
-        )
+        stored = tensor.shape, tensor.dtype, tensor.num_bytes, len(tensor.pieces)
+        yield InspectedTensor(tensor.name, *stored, layout, not holes, is_replicated)
         if holes:
             damage.append(
                 f"{catalog.root}: no file holds {and_more(holes, SHOWN_HOLES)} of tensor "

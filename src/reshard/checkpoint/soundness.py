@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.checkpoint.catalog import Catalog, Crc, StoredTensor
 from reshard.checkpoint.conversion.names import left_over, rename_tensors
-from reshard.checkpoint.differences import compare_entries, difference, listed
+from reshard.checkpoint.differences import compare_entries, difference
 from reshard.checkpoint.formats.checks import Findings
 from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, survey_catalog
 from reshard.checkpoint.integrity.checksums import (
@@ -43,7 +43,7 @@ from reshard.checkpoint.transfer.windows import (
 )
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, DamageError, NamesError, ReshardError, UnsupportedError
-from reshard.text import Report, count, format_bytes, quoted
+from reshard.text import Report, count, format_bytes, listed, quoted
 
 if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh

@@ -2,8 +2,8 @@
 
 ruleset   `Rules`: the rules of a model family or a file, with the numbers of a model
 language  patterns of tensor names, integer formulas, and layouts with formulas
-document  rules files
-table     the layouts of one document on one mesh, and what becomes of its axes
+document  rules files: what they say, and which axes of a mesh they use
+table     the layouts of one document on one mesh
 configs   the numbers of config.json that rules use, and configs of published models
 models    tensor names and shapes of known models
 families/ the shipped rules files

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from reshard.errors import RulesError
+from reshard.errors import RulesError, require_type
 
 Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class _ModelType:
-    """What must be known of a ``model_type`` beside its config."""
+    """What must be known of a ``model_type`` in addition to its config."""
 
     family: str  # its family of rules
     defaults: Config = field(default_factory=dict)
@@ -69,14 +69,11 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers",),
     "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
     "mlp_size": ("intermediate_size",),
-    "qk_nope_head_dim": ("qk_nope_head_dim",),
-    "qk_rope_head_dim": ("qk_rope_head_dim",),
-    "v_head_dim": ("v_head_dim",),
     "linear_k_heads": ("linear_num_key_heads",),
     "linear_k_dim": ("linear_key_head_dim",),
     "linear_v_dim": ("linear_value_head_dim",),
 }
-"""Where a config has the numbers that it simply states; the first of these keys that is there."""
+"""The keys, the first that is there, of numbers that a config states under another name."""
 
 NUMBERS = (
     "heads", "kv_heads", "head_dim", "num_layers", "tied", "num_experts", "expert_size", "mlp_size",
@@ -163,23 +160,21 @@ PRESETS: Mapping[str, Config] = MappingProxyType(_PRESETS)  # the configs of som
 
 
 def preset(name: str) -> Config:
-    """The config of a published model.
-
-    >>> preset("llama-3-70b")["num_hidden_layers"]
-    80
-    """
+    """The config of a published model."""
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=3) or list(PRESETS)
         raise RulesError(f'there is no model "{name}": try {", ".join(near)}')
     return PRESETS[name]
 
 
-def family_of(config: Config) -> str:
-    """The family of rules for a config.
+def check_config(config: object) -> None:
+    advice = "give the dict of a config.json; a config of transformers has to_dict()"
+    require_type(config, Mapping, "config=", advice)
 
-    >>> family_of({"model_type": "qwen3_moe"})
-    'qwen3_moe'
-    """
+
+def family_of(config: Config) -> str:
+    """The family of rules for a config."""
+    check_config(config)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in _TYPES:
         raise RulesError(
@@ -204,8 +199,8 @@ def text_config(config: Config) -> Config:
         kind = MULTIMODAL[kind]
         outer = {key: config[key] for key in _OUTER if config.get(key) is not None}
         config = {**outer, **own, "model_type": kind}
-    given = {key: value for key, value in config.items() if value is not None}
-    return {**(_TYPES[kind].defaults if kind in _TYPES else {}), **given}
+    defaults = _TYPES[kind].defaults if kind in _TYPES else {}
+    return {**defaults, **{key: value for key, value in config.items() if value is not None}}
 
 
 def numbers_of(config: Config, names: Collection[str] = NUMBERS) -> dict[str, int]:
@@ -243,12 +238,10 @@ def _number_of(config: Config, name: str) -> int | None:
             values = _optional(config, "linear_num_value_heads")
             return values // keys if keys and values else None
         case "tied":
-            tied = config.get("tie_word_embeddings")
-            if tied is None:
-                return int(kind.tied) if kind else None
-            return int(bool(tied))
-    present = (key for key in _KEYS[name] if config.get(key) is not None)
-    return _optional(config, next(present, _KEYS[name][0]))
+            tied = config.get("tie_word_embeddings", kind.tied if kind else None)
+            return None if tied is None else int(bool(tied))
+    present = (key for key in _KEYS.get(name, (name,)) if config.get(key) is not None)
+    return _optional(config, next(present, name))
 
 
 def complete_numbers(config: Config) -> dict[str, int]:

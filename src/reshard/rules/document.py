@@ -18,12 +18,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from reshard.errors import ReshardError, RulesError
 from reshard.layout.mesh import RESERVED, Mesh
 from reshard.layout.notation import parse
-from reshard.rules.configs import NUMBERS
+from reshard.rules.configs import NUMBERS, numbers_of
 from reshard.rules.language import Pattern, Place, Template, parse_places
 from reshard.text import quoted
 
@@ -36,7 +37,7 @@ _FOLDER = resources.files("reshard.rules") / "families"
 @dataclass(frozen=True, slots=True)
 class Rule:
     pattern: Pattern
-    layout: Template | None  # how matching tensors are cut; None leaves that to other rules
+    layout: Template | None  # of matching tensors; None leaves that to other rules
     on: tuple[Place, ...] | None  # where they live; None: by other rules, empty: everywhere
 
 
@@ -51,12 +52,25 @@ class Factor:
     """The number of what reads these, such as q heads; if it is another one, the axis must divide
     ``at_most``, or a rank would lack what it reads."""
 
+    def check_readers(self, model: Mapping[str, int | None], size: int) -> None:
+        """Refuse a size of the axis that separates kv heads from the q heads that read them."""
+        at_most, readers = model[self.at_most], model.get(self.read_by or "")
+        if at_most and readers and at_most % size and readers != at_most:
+            divisors = [one for one in range(1, at_most + 1) if at_most % one == 0]
+            raise RulesError(
+                f"{self.axis}={size} does not divide {self.at_most}={at_most}: ranks would lack "
+                f"some of the {self.at_most} that their part of the {readers} {self.read_by} "
+                "reads; use "
+                f"{self.axis}={max(one for one in divisors if one < size)} or "
+                f"{self.axis}={min(one for one in divisors if one > size)}"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Document:
     axes: tuple[str, ...] = ()  # the axes its layouts may name
     mesh: Mesh | None = None  # the mesh to use where the caller names none
-    fsdp: tuple[str, ...] = ()  # the axes that cut dim 0 of everything further
+    fsdp: tuple[str, ...] = ()  # the axes that also shard dim 0 of everything
     replicate: tuple[str, ...] = ()  # the axes along which tensors are replicated on purpose
     requested: tuple[str, ...] = ()  # those that the caller named; a mesh must have them
     model: Mapping[str, int | None] = field(default_factory=dict)  # None: has to be given
@@ -83,10 +97,17 @@ class Document:
         )
 
     def given(
-        self, numbers: Mapping[str, int], fsdp: str | None = None, replicate: str | None = None
+        self,
+        config: Mapping[str, Any],
+        numbers: Mapping[str, int],
+        fsdp: str | None,
+        replicate: str | None,
     ) -> Document:
-        """This document with other numbers, and with dim 0 of everything cut further by the axes of
-        ``fsdp``; along those of ``replicate``, which layouts need not know, replicas are meant."""
+        """This document with these numbers, and those of a config that it does not know yet.
+
+        The axes of ``fsdp`` also shard dim 0 of everything. Along those of ``replicate``, which
+        layouts need not know, replicas are meant.
+        """
         for name, value in numbers.items():
             if name not in self.model:
                 known = ", ".join(self.model) or "none"
@@ -104,9 +125,11 @@ class Document:
             raise RulesError(
                 f"axis {quoted(twice)} is named by fsdp and by replicate: leave one out"
             )
+        model = {**self.model, **{name: int(value) for name, value in numbers.items()}}
+        unknown = [name for name, number in model.items() if number is None]
         return replace(
             self,
-            model={**self.model, **{name: int(value) for name, value in numbers.items()}},
+            model=model | numbers_of(config, unknown),
             fsdp=cut_by,
             replicate=self.replicate if replicate is None else copying,
             requested=(*self.requested, *cutting, *copying),
@@ -115,6 +138,81 @@ class Document:
     def sizes(self, mesh: Mesh) -> dict[str, int]:
         """The sizes of all axes as formulas name them; 1 for axes the mesh lacks."""
         return {f"{axis}_size": mesh.axes.get(axis, 1) for axis in self.axes}
+
+    def factored(self, mesh: Mesh) -> Mesh:
+        """The mesh with each axis that is larger than its number in two axes."""
+        for factor in self.factors:
+            at_most, size = self.model[factor.at_most], mesh.axes.get(factor.axis, 1)
+            if not at_most or size <= at_most:
+                factor.check_readers(self.model, size)
+                continue
+            if size % at_most:
+                raise RulesError(
+                    f"{factor.axis}={size} is not a multiple of {factor.at_most}={at_most}: "
+                    f"use {factor.axis}={size // at_most * at_most} or a divisor of {at_most}"
+                )
+            two = dict(zip(factor.into, (at_most, size // at_most), strict=True))
+            axes: dict[str, int] = {}
+            for axis, count in mesh.axes.items():
+                axes |= two if axis == factor.axis else {axis: count}
+            if len(axes) != len(mesh.axes) + 1:
+                raise RulesError(
+                    f"mesh {mesh} has {factor.axis} and also one of {' '.join(factor.into)}"
+                )
+            mesh = Mesh(ranks=mesh.ranks, **axes)
+        return mesh
+
+    def rule_axes(self) -> set[str]:
+        """The axes that could cut or place some tensor of some model."""
+        named = set(self.fsdp)
+        for rule in self.rules:
+            named |= {place.axis for place in rule.on or ()}
+            named.update(parse(rule.layout.sample()).axes if rule.layout else ())
+        return named
+
+    def check_axes(self, mesh: Mesh, named: set[str]) -> None:
+        """Refuse an axis that is not named, and along which no replicas are asked for."""
+        for axis in self.requested:
+            if axis not in mesh.axes:
+                option = "fsdp" if axis in self.fsdp else "replicate"
+                raise RulesError(
+                    f"{option} names axis {quoted(axis)} and mesh {mesh} has "
+                    f"{' '.join(mesh.axes)}: use one of these"
+                )
+        factored = {factor.axis for factor in self.factors if named.intersection(factor.into)}
+        for axis, size in mesh.axes.items():
+            if size > 1 and axis not in named | factored | {*self.replicate}:
+                near = difflib.get_close_matches(axis, self.axes, n=1)
+                advice = f"write {near[0]}" if near else "correct the mesh"
+                if axis in self.axes:
+                    options = "--from-fsdp or --to-fsdp"
+                    advice = f'cut dim 0 by it (--fsdp {axis}, in plan {options}, fsdp="{axis}")'
+                raise RulesError(
+                    f"axis {quoted(axis)} of mesh {mesh} cuts no tensor, so that each of its "
+                    f"{size} ranks would hold a copy of everything; the rules know the axes "
+                    f"{', '.join(self.axes) or '(none)'}: {advice}, or replicate on purpose "
+                    f'(--replicate {axis}, replicate="{axis}")'
+                )
+
+    def factor_notes(self, mesh: Mesh, factored: Mesh) -> Iterator[str]:
+        """What a reader should know of axes that are read as two."""
+        for factor in self.factors:
+            if factor.axis in mesh.axes and factor.axis not in factored.axes:
+                first, second = factor.into
+                groups, copies = factored.axes[first], factored.axes[second]
+                yield (
+                    f"{factor.axis}={mesh.axes[factor.axis]} is read as {first}={groups} "
+                    f"{second}={copies}, because {factor.at_most} is {groups}: {copies} neighbours "
+                    f"hold the same part of what is cut by {first} alone"
+                )
+            at_most, size = self.model[factor.at_most], mesh.axes.get(factor.axis, 1)
+            unknown = factor.read_by is not None and self.model[factor.read_by] is None
+            if unknown and at_most and size < at_most and at_most % size:
+                yield (
+                    f"warning: {factor.axis}={size} does not divide {factor.at_most}={at_most}: "
+                    f"ranks may lack some that they read; give {factor.read_by}= to have this "
+                    "checked"
+                )
 
 
 @contextmanager
@@ -129,14 +227,36 @@ def located(where: str) -> Iterator[None]:
 
 @cache
 def families() -> tuple[str, ...]:
-    found = (entry.name for entry in _FOLDER.iterdir())
-    return tuple(sorted(name.removesuffix(".toml") for name in found if name.endswith(".toml")))
+    names = (entry.name for entry in _FOLDER.iterdir())
+    return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
 
 
 @cache
-def read_family(name: str) -> Document:
+def _read_family(name: str) -> Document:
     with located(f"rules {quoted(name)}"):
         return read((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def read_file(source: str | Path) -> Document:
+    """The document of a shipped family, or of a file."""
+    if source in families():
+        return _read_family(str(source))
+    try:
+        with Path(source).open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        text = data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise RulesError(f"{quoted(source)} is not UTF-8 text: is it a TOML file?") from None
+    except (OSError, ValueError) as error:
+        near = difflib.get_close_matches(str(source), families(), n=1)
+        hint = f'try "{near[0]}"' if near else f"the families are {', '.join(families())}"
+        reason = getattr(error, "strerror", None) or str(error)
+        raise RulesError(
+            f"{quoted(source)} is no family of rules and no file that can be read ({reason}): "
+            f"{hint}"
+        ) from None
+    with located(str(source)):
+        return read(text)
 
 
 def read(text: str) -> Document:
@@ -149,7 +269,7 @@ def read(text: str) -> Document:
             raise RulesError(
                 f'key "extends" names {quoted(family)}: the families are {", ".join(families())}'
             )
-        base = read_family(family)
+        base = _read_family(family)
     with located('key "mesh"'):
         if data.get("mesh") is not None:
             mesh = Mesh.parse(_text(data["mesh"], 'key "mesh"'))
@@ -299,6 +419,6 @@ def _text(value: Any, where: str) -> str:
 
 
 def _wrong(where: str, value: Any, expected: str) -> RulesError:
-    plain = isinstance(value, str | int)
-    found = quoted(str(value)) if plain else f"a {type(value).__name__}"
-    return RulesError(f"{where} is {found}, expected {expected}")
+    is_plain = isinstance(value, str | int)
+    what = quoted(str(value)) if is_plain else f"a {type(value).__name__}"
+    return RulesError(f"{where} is {what}, expected {expected}")

@@ -20,8 +20,7 @@ Formulas: what is ``i * pp_size // num_layers`` for layer 7?
     factor  = int | name | "-" factor | "(" formula ")"
     places  = { axis "=" formula { "," formula } }
 
-Formulas mean what they mean in Python, which parses them; tokens are checked first and nothing is
-executed. Text, nesting and values are bounded.
+Formulas mean what they mean in Python. Text, nesting and values are bounded.
 
     >>> stage = Formula.parse("i * pp_size // num_layers")
     >>> stage.value({"i": 7, "pp_size": 4, "num_layers": 10}), sorted(stage.names)
@@ -38,15 +37,15 @@ with a number and hold no formula, are left as they are, so both may be used tog
 
 from __future__ import annotations
 
-import ast
 import operator
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import pairwise
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 from reshard.errors import RulesError
 from reshard.text import quoted
@@ -64,20 +63,23 @@ _WILD = re.compile(r"(\*|\{[^{}]*\})")
 _CAPTURE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}\Z", re.ASCII)
 _DIGITS = re.compile(r"(?<![^.*])[0-9]+(?![^.*])", re.ASCII)
 
+_OPERAND = re.compile(r"[A-Za-z_0-9(-]", re.ASCII)
 _TOKEN = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*|[0-9]+|//|\S)", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_]", re.ASCII)
-_OPERAND = re.compile(r"[A-Za-z_0-9]", re.ASCII)
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _SEGMENTS = re.compile(r"[^,]*,|\s*[0-9]+\s*(?:-?\s*\Z|[A-Za-z_(])", re.ASCII)
 
-_OPERATORS: dict[type[ast.operator], tuple[str, Callable[[int, int], int]]] = {
-    ast.Add: ("+", operator.add),
-    ast.Sub: ("-", operator.sub),
-    ast.Mult: ("*", operator.mul),
-    ast.FloorDiv: ("//", operator.floordiv),
-    ast.Mod: ("%", operator.mod),
+_OPERATORS: Mapping[str, Callable[[int, int], int]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "//": operator.floordiv,
+    "%": operator.mod,
 }
-_SIGNS = {sign for sign, _ in _OPERATORS.values()}
+_BINDING = {"+": 1, "-": 1, "*": 2, "//": 2, "%": 2, "minus sign": 3}
+
+Tree: TypeAlias = "int | str | tuple[str, Tree, Tree]"
+"""A number, a name, or an operator with two operands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,28 +94,30 @@ class Pattern:
         """Read a pattern, or say what is wrong with it."""
         if not text or len(text) > MAX_PATTERN:
             raise RulesError(f"a pattern has {len(text)} characters: 1 to {MAX_PATTERN} work")
-        pieces = re.sub(r"\*+", "*", text)
-        words = [piece for piece in _WILD.split(pieces) if piece]
-        captures = _captures(text, words)
+        words = [word for word in _WILD.split(re.sub(r"\*+", "*", text)) if word]
+        chunks, captures = [""], list[str]()
+        for at, word in enumerate(words):
+            if word == "*":
+                chunks.append("")
+            elif word[0] == "{":
+                captures.append(_capture(text, words, at, captures))
+                chunks[-1] += f"(?P<{captures[-1]}>[0-9]{{1,9}})"
+            elif "{" in word or "}" in word:
+                raise RulesError(f'pattern "{text}" has a brace alone: write {{i}} for an integer')
+            else:
+                chunks[-1] += re.escape(word)
         literal = sum(len(word) for word in words if not _WILD.match(word))
         rank = (literal, -words.count("*"), -len(captures))
-        return cls(text, captures, re.compile(_regex(words), re.ASCII | re.DOTALL), rank)
+        regex = re.compile(_regex(chunks), re.ASCII | re.DOTALL)
+        return cls(text, tuple(captures), regex, rank)
 
     def match(self, name: str) -> dict[str, int] | None:
-        """Where in the name each captured integer starts, or None if the pattern does not match.
-
-        >>> Pattern.parse("h.{i}.w").match("h.x.w") is None
-        True
-        """
-        found = self.regex.match(name)
-        return {key: found.start(key) for key in self.captures} if found else None
+        """Where in the name each captured integer starts, or None if the pattern does not match."""
+        match = self.regex.match(name)
+        return {key: match.start(key) for key in self.captures} if match else None
 
     def digits(self) -> set[str]:
-        """The integers that the pattern spells out, as in ``layers.0.*``.
-
-        >>> Pattern.parse("layers.0.w1.*").digits()
-        {'0'}
-        """
+        """The integers that the pattern spells out: ``0`` in ``layers.0.w1.*``."""
         return set(_DIGITS.findall(_BRACES.sub("x", self.text)))
 
 
@@ -132,47 +136,33 @@ _parsed = lru_cache(maxsize=1024)(Pattern.parse)
 def matching(pattern: str, names: Iterable[str]) -> list[str]:
     """The names that a pattern matches; wildcards of the shell raise an error with our spelling."""
     names = list(names)
-    found = [name for name in names if matches(pattern, name)]
-    if not found and any(fnmatchcase(name, pattern) for name in names):
+    chosen = [name for name in names if matches(pattern, name)]
+    if not chosen and any(fnmatchcase(name, pattern) for name in names):
         raise RulesError(
             f"pattern {quoted(pattern)}: ? and [...] stand for themselves; write * for any text "
             "and {i} for an integer between dots"
         )
-    return found
+    return chosen
 
 
-def _captures(text: str, words: list[str]) -> tuple[str, ...]:
-    """The names in braces; each stands for a whole part of the name."""
-    captures: list[str] = []
-    for at, word in enumerate(words):
-        if word[0] != "{":
-            if "{" in word or "}" in word:
-                raise RulesError(f'pattern "{text}" has a brace alone: write {{i}} for an integer')
-            continue
-        name = _CAPTURE.match(word)
-        before = words[at - 1][-1] if at else "."
-        after = words[at + 1][0] if at + 1 < len(words) else "."
-        if not name or (before, after) != (".", "."):
-            raise RulesError(f'{word} in pattern "{text}" must be a whole part: write .{{i}}.')
-        if name[1] in captures:
-            raise RulesError(f'{word} appears twice in pattern "{text}": give each its own name')
-        captures.append(name[1])
-    return tuple(captures)
+def _capture(text: str, words: Sequence[str], at: int, earlier: Sequence[str]) -> str:
+    """The name in braces, which stands for a whole part of a dotted name."""
+    name = _CAPTURE.match(words[at])
+    before = words[at - 1][-1] if at else "."
+    after = words[at + 1][0] if at + 1 < len(words) else "."
+    if not name or (before, after) != (".", "."):
+        raise RulesError(f'{words[at]} in pattern "{text}" must be a whole part: write .{{i}}.')
+    if name[1] in earlier:
+        raise RulesError(f'{words[at]} appears twice in pattern "{text}": give each its own name')
+    return name[1]
 
 
-def _regex(words: list[str]) -> str:
-    """A regular expression that never looks back, so that no pattern can be slow.
+def _regex(chunks: Sequence[str]) -> str:
+    """A regular expression for what is between the ``*``; it never looks back, so that it is fast.
 
     Between two ``*`` the leftmost match is as good as any other (a capture cannot stretch), so it
     is never given up; only the text after the last ``*`` is tied to the end.
     """
-    chunks = [""]
-    for word in words:
-        if word == "*":
-            chunks.append("")
-        else:
-            capture = _CAPTURE.match(word)
-            chunks[-1] += f"(?P<{capture[1]}>[0-9]{{1,9}})" if capture else re.escape(word)
     if len(chunks) == 1:
         return rf"{chunks[0]}\Z"
     middle = "".join(f"(?>.*?{chunk})" for chunk in chunks[1:-1])
@@ -185,17 +175,18 @@ class Formula:
 
     text: str
     names: frozenset[str]  # the names it uses
-    tree: ast.expr = field(compare=False, repr=False)
+    tree: Tree = field(compare=False, repr=False)
 
     @classmethod
     def parse(cls, text: str, within: str | None = None) -> Formula:
         """Read one formula; errors quote the text that it is within."""
         tokens = _tokens(text)
-        _check(within or text, tokens)
         names = frozenset(token for token in tokens if _NAME.match(token))
-        # A prefix keeps names apart from Python's keywords; int() drops leading zeros.
-        python = (f"_{t}" if t in names else str(int(t)) if t.isdigit() else t for t in tokens)
-        return cls(text, names, ast.parse(" ".join(python), mode="eval").body)
+        rest = deque(tokens)
+        tree = _parse(within or text, rest)
+        if rest:
+            _fail(within or text, rest, "an operator")
+        return cls(text, names, tree)
 
     def value(self, numbers: Mapping[str, int]) -> int:
         """The value for these numbers; division by zero and huge values are a RulesError."""
@@ -241,47 +232,43 @@ def _tokens(text: str) -> list[str]:
     return _TOKEN.findall(text)
 
 
-def _check(text: str, tokens: Sequence[str]) -> None:
-    """Refuse tokens that are no formula: operands and operators take turns, parentheses match."""
-    depth = signs = 0
-    wants_operand = True
-    for at, token in enumerate(tokens):
-        rest = tokens[at:]
-        if not wants_operand and token not in (_SIGNS if depth == 0 else {*_SIGNS, ")"}):
-            _fail(text, rest, "an operator" if depth == 0 else '")"')
-        if wants_operand and token not in "(-" and not _OPERAND.match(token):
-            _fail(text, rest, "a number, a name or (")
-        depth += (token == "(") - (token == ")")
-        signs = signs + 1 if wants_operand and token == "-" else 0
-        if depth + signs > MAX_DEPTH:
-            raise RulesError(f'"{text}" nests more than {MAX_DEPTH} deep: write it simpler')
-        if token.isdigit():
-            _bounded(int(token))
-        wants_operand = token == "(" or token in _SIGNS
-    if wants_operand or depth:
-        _fail(text, [], "a number, a name or (" if wants_operand else '")"')
+def _parse(text: str, rest: deque[str], depth: int = 0, binding: int = 0) -> Tree:
+    """Take a formula from the front of the tokens, up to an operator that binds no tighter."""
+    if depth > MAX_DEPTH:
+        raise RulesError(f'"{text}" nests more than {MAX_DEPTH} deep: write it simpler')
+    tree: Tree
+    if not rest or not _OPERAND.match(rest[0]):
+        _fail(text, rest, "a number, a name or (")
+    token = rest.popleft()
+    if token == "(":
+        tree = _parse(text, rest, depth + 1)
+        if not rest or rest[0] != ")":
+            _fail(text, rest, '")"')
+        rest.popleft()
+    elif token == "-":
+        tree = "-", 0, _parse(text, rest, depth + 1, _BINDING["minus sign"])
+    else:
+        tree = _bounded(int(token)) if token.isdigit() else token
+    while rest and _BINDING.get(rest[0], 0) > binding:
+        sign = rest.popleft()
+        tree = sign, tree, _parse(text, rest, depth, _BINDING[sign])
+    return tree
 
 
 def _fail(text: str, rest: Sequence[str], expected: str) -> NoReturn:
-    found = f'"{rest[0]}"' if rest else "the end"
-    raise RulesError(f'"{text}": found {found}, expected {expected}')
+    token = f'"{rest[0]}"' if rest else "the end"
+    raise RulesError(f'"{text}": found {token}, expected {expected}')
 
 
-def _value(node: ast.expr, numbers: Mapping[str, int]) -> int:
-    match node:
-        case ast.Constant(int(number)):
-            return number
-        case ast.Name(name):
-            return _bounded(numbers[name[1:]])
-        case ast.UnaryOp(ast.USub(), operand):
-            return -_value(operand, numbers)
-        case ast.BinOp(left_node, op, right_node) if type(op) in _OPERATORS:
-            left, right = _value(left_node, numbers), _value(right_node, numbers)
-            sign, combine = _OPERATORS[type(op)]
-            if right == 0 and sign in ("//", "%"):
-                raise RulesError(f"{left} {sign} 0 divides by zero: check the numbers of the model")
-            return _bounded(combine(left, right))
-    raise AssertionError(f"{ast.dump(node)} is no part of a formula")
+def _value(tree: Tree, numbers: Mapping[str, int]) -> int:
+    if isinstance(tree, int):
+        return tree
+    if isinstance(tree, str):
+        return _bounded(numbers[tree])
+    sign, left, right = tree[0], _value(tree[1], numbers), _value(tree[2], numbers)
+    if right == 0 and sign in ("//", "%"):
+        raise RulesError(f"{left} {sign} 0 divides by zero: check the numbers of the model")
+    return _bounded(_OPERATORS[sign](left, right))
 
 
 def _bounded(value: int) -> int:
@@ -294,7 +281,6 @@ def _bounded(value: int) -> int:
 class Template:
     """A layout text in which some numbers are formulas."""
 
-    text: str
     parts: tuple[str | Formula, ...]
 
     @classmethod
@@ -303,11 +289,11 @@ class Template:
             raise RulesError(f"a layout of {len(text)} characters: at most {MAX_LAYOUT} work")
         parts: list[str | Formula] = []
         at = 0
-        for found in _BRACES.finditer(text):
-            if not _SEGMENTS.match(found[1]):
-                parts += [text[at : found.start()], Formula.parse(found[1])]
-                at = found.end()
-        return cls(text, (*parts, text[at:]))
+        for match in _BRACES.finditer(text):
+            if not _SEGMENTS.match(match[1]):
+                parts += [text[at : match.start()], Formula.parse(match[1])]
+                at = match.end()
+        return cls((*parts, text[at:]))
 
     def names(self) -> set[str]:
         return {name for part in self.parts if not isinstance(part, str) for name in part.names}

@@ -1,4 +1,4 @@
-"""Rules map tensor names to layouts: how is every tensor of a model cut over a mesh?
+"""Rules map tensor names to layouts: how every tensor of a model is sharded over a mesh.
 
 >>> from reshard.layout.mesh import Mesh
 >>> rules = Rules.load("llama", head_dim=128, kv_heads=8, num_layers=32)
@@ -10,7 +10,6 @@ Layout(Mesh(pp=2, tp=4), '- tp | on pp=1')
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,25 +18,9 @@ from typing import Any
 from reshard.errors import RulesError, require_type
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
-from reshard.rules.configs import family_of, numbers_of
-from reshard.rules.document import (
-    MAX_BYTES,
-    Document,
-    Factor,
-    families,
-    located,
-    read,
-    read_family,
-)
-from reshard.rules.table import (
-    Table,
-    UnmatchedError,
-    check_axes,
-    factored_axes,
-    idle_ranks,
-    rule_axes,
-)
-from reshard.text import quoted
+from reshard.rules.configs import check_config, family_of
+from reshard.rules.document import Document, families, located, read, read_file
+from reshard.rules.table import Table, UnmatchedError, idle_ranks
 
 
 @dataclass(frozen=True)
@@ -71,17 +54,14 @@ class Rules:
         >>> Rules.load(config=config).source, Rules.load("llama").numbers["head_dim"]
         ('llama', None)
         """
-        if source is None and config is None:
-            raise RulesError(f"no rules: name a file or one of {', '.join(families())}, or config=")
-        advice = "give the dict of a config.json; a config of transformers has to_dict()"
-        require_type({} if config is None else config, Mapping, "config=", advice)
-        source = family_of(config or {}) if source is None else source
+        if source is None:
+            if config is None:
+                names = ", ".join(families())
+                raise RulesError(f"no rules: name a file or one of {names}, or config=")
+            source = family_of(config)
         if not isinstance(source, str | Path):
             raise RulesError(f"rules {source!r} are no text and no path: name a family or a file")
-        if isinstance(source, str) and source in families():
-            rules = cls(source, read_family(source))
-        else:
-            rules = cls.parse(_read_file(source), source=str(source))
+        rules = cls(str(source), read_file(source))
         return rules.given(config=config, fsdp=fsdp, replicate=replicate, numbers=numbers)
 
     @classmethod
@@ -100,6 +80,7 @@ class Rules:
         >>> str(rules.layout("a.weight", Mesh(tp=2)))
         'tp -'
         """
+        require_type(text, str, "parse()", "give the text of a rules file; load() reads files")
         with located(source):
             rules = cls(source, read(text))
         return rules.given(fsdp=fsdp, replicate=replicate, numbers=numbers)
@@ -112,34 +93,25 @@ class Rules:
         replicate: str | None = None,
         numbers: Mapping[str, int] | None = None,
     ) -> Rules:
-        """The same rules with more said about the model and the request, as in ``load``.
+        """The same rules with more numbers of the model and other options, as in ``load``.
 
         >>> Rules.load("mixtral").given(numbers={"num_experts": 8}).numbers["num_experts"]
         8
         """
+        config = {} if config is None else config
+        check_config(config)
         with located(self.source):
-            document = self.document.given(numbers or {}, fsdp, replicate)
-            unknown = [name for name, number in document.model.items() if number is None]
-            document = document.given(numbers_of(config or {}, unknown))
+            document = self.document.given(config, numbers or {}, fsdp, replicate)
         return Rules(self.source, document)
 
     @classmethod
     def for_config(cls, config: Mapping[str, Any], **options: Any) -> Rules:
-        """Short for ``Rules.load(config=config)``.
-
-        >>> config = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32}
-        >>> Rules.for_config(config).numbers["head_dim"]
-        128
-        """
+        """Short for ``Rules.load(config=config)``."""
         return cls.load(config=config, **options)
 
     @staticmethod
     def families() -> tuple[str, ...]:
-        """The names that ``load`` knows.
-
-        >>> "llama" in Rules.families()
-        True
-        """
+        """The names that ``load`` knows."""
         return families()
 
     @property
@@ -167,21 +139,15 @@ class Rules:
     def layouts(
         self, names: Iterable[str] | Mapping[str, Sequence[int]], mesh: Mesh | str | None = None
     ) -> dict[str, Layout]:
-        """The layouts of many tensors, given by name or as {name: shape}.
-
-        >>> rules = Rules.load("llama", head_dim=128, kv_heads=8)
-        >>> rules.layouts({"lm_head.weight": (128256, 4096)}, Mesh(tp=8))
-        {'lm_head.weight': Layout(Mesh(tp=8), 'tp -')}
-        """
+        """The layouts of many tensors, given by name or as {name: shape}."""
         with located(self.source):
             table = self._table(mesh)
             shapes = names if isinstance(names, Mapping) else None
-            dims = {name: None if shapes is None else len(shapes[name]) for name in names}
-            found: dict[str, Layout] = {}
+            layouts: dict[str, Layout] = {}
             unmatched: list[UnmatchedError] = []
-            for name, number in dims.items():
+            for name in names:
                 try:
-                    found[name] = table.layout(name, number)
+                    layouts[name] = table.layout(name, len(shapes[name]) if shapes else None)
                 except UnmatchedError as error:
                     unmatched.append(error)
                 except RulesError:
@@ -191,8 +157,8 @@ class Rules:
                 missing = len(unmatched)
                 others = f" ({missing} names match no rule)" if missing > 1 else ""
                 raise RulesError(f"{unmatched[0]}{others}")
-        self.check_axes(found.values(), mesh)
-        return found
+        self.check_axes(layouts.values(), mesh)
+        return layouts
 
     def check_axes(self, layouts: Iterable[Layout], mesh: Mesh | str | None = None) -> None:
         """Raise RulesError for an axis of the mesh that none of a model's layouts names.
@@ -204,12 +170,12 @@ class Rules:
         with located(self.source):
             if distinct:
                 named = {axis for layout in distinct for axis in layout.words.axes}
-                check_axes(self.document, self._mesh_or_own(mesh), named)
+                self.document.check_axes(self._mesh_or_own(mesh), named)
 
     def check_mesh(self, mesh: Mesh | str) -> None:
         """Raise RulesError for an axis of a mesh that no rule names, whatever the model."""
         with located(self.source):
-            check_axes(self.document, Mesh.of(mesh), rule_axes(self.document))
+            self.document.check_axes(Mesh.of(mesh), self.document.rule_axes())
 
     def mesh_for(self, mesh: Mesh | str) -> Mesh:
         """The mesh that the layouts are written for: the same ranks in the same order.
@@ -221,27 +187,7 @@ class Rules:
         Mesh(dp=2, kv=8, rep=2)
         """
         with located(self.source):
-            mesh = Mesh.of(mesh)
-            for factor in self.document.factors:
-                at_most, size = self.document.model[factor.at_most], mesh.axes.get(factor.axis, 1)
-                if not at_most or size <= at_most:
-                    _check_readers(self.document, factor, size)
-                    continue
-                if size % at_most:
-                    raise RulesError(
-                        f"{factor.axis}={size} is not a multiple of {factor.at_most}={at_most}: "
-                        f"use {factor.axis}={size // at_most * at_most} or a divisor of {at_most}"
-                    )
-                two = dict(zip(factor.into, (at_most, size // at_most), strict=True))
-                axes: dict[str, int] = {}
-                for axis, count in mesh.axes.items():
-                    axes |= two if axis == factor.axis else {axis: count}
-                if len(axes) != len(mesh.axes) + 1:
-                    raise RulesError(
-                        f"mesh {mesh} has {factor.axis} and also one of {' '.join(factor.into)}"
-                    )
-                mesh = Mesh(ranks=mesh.ranks, **axes)
-        return mesh
+            return self.document.factored(Mesh.of(mesh))
 
     def notes(
         self,
@@ -259,7 +205,7 @@ class Rules:
         warning: 8 of 16 ranks along kv, rep hold nothing of "layers.0.s
         """
         mesh = self._mesh_or_own(mesh)
-        notes = factored_axes(self.document, mesh, self.mesh_for(mesh))
+        notes = self.document.factor_notes(mesh, self.mesh_for(mesh))
         return [*notes, *idle_ranks(layouts, shapes)]
 
     def fit(self, names: Iterable[str]) -> Rules:
@@ -270,15 +216,15 @@ class Rules:
         >>> rules.numbers["num_layers"]
         2
         """
-        names, found = list(names), dict[str, int]()
+        names, numbers = list(names), dict[str, int]()
         for key, index in self.document.counts.items():
             patterns = [rule.pattern for rule in self.document.rules]
             counting = [one.regex for one in patterns if index in one.captures]
             matches = (regex.match(name) for name in names for regex in counting)
             largest = max((int(match[index]) for match in matches if match), default=-1)
             if self.document.model[key] is None and largest >= 0:
-                found[key] = largest + 1
-        return self.given(numbers=found)
+                numbers[key] = largest + 1
+        return self.given(numbers=numbers)
 
     def _mesh_or_own(self, mesh: Mesh | str | None) -> Mesh:
         mesh = mesh or self.mesh
@@ -291,34 +237,3 @@ class Rules:
         if mesh not in self._tables:
             self._tables[mesh] = Table(self.document, self.mesh_for(mesh))
         return self._tables[mesh]
-
-
-def _check_readers(document: Document, factor: Factor, size: int) -> None:
-    """Refuse an axis that separates kv heads from the q heads that read them."""
-    numbers, number = document.model, factor.at_most
-    at_most, readers = numbers[number], numbers.get(factor.read_by or "")
-    if at_most and readers and at_most % size and readers != at_most:
-        divisors = [one for one in range(1, at_most + 1) if at_most % one == 0]
-        raise RulesError(
-            f"{factor.axis}={size} does not divide {number}={at_most}: ranks would lack some of "
-            f"the {number} that their part of the {readers} {factor.read_by} reads; use "
-            f"{factor.axis}={max(one for one in divisors if one < size)} or "
-            f"{factor.axis}={min(one for one in divisors if one > size)}"
-        )
-
-
-def _read_file(path: str | Path) -> str:
-    try:
-        with Path(path).open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        return data.decode("utf-8")
-    except UnicodeDecodeError:
-        raise RulesError(f"{quoted(str(path))} is not UTF-8 text: is it a TOML file?") from None
-    except (OSError, ValueError) as error:
-        near = difflib.get_close_matches(str(path), families(), n=1)
-        hint = f'try "{near[0]}"' if near else f"the families are {', '.join(families())}"
-        reason = getattr(error, "strerror", None) or str(error)
-        raise RulesError(
-            f"{quoted(str(path))} is no family of rules and no file that can be read ({reason}): "
-            f"{hint}"
-        ) from None

@@ -1,4 +1,4 @@
-"""The layouts of one document on one mesh, each worked out once, and what becomes of the axes.
+"""The layouts of one document on one mesh, each computed once.
 
 A model has thousands of names and a handful of layouts. Names that differ only in their integers
 match the same rules, so a rule is looked up once per such family of names, a place once per value
@@ -36,7 +36,7 @@ class UnmatchedError(RulesError):
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
+class Placement:
     """Where ``on`` puts tensors along one axis, by the integers in their names."""
 
     place: Place
@@ -50,7 +50,7 @@ class Entry:
 
     where: str
     words: Words
-    spots: tuple[Spot, ...]
+    placements: tuple[Placement, ...]
     layouts: dict[tuple[tuple[int, ...], ...], Layout] = field(default_factory=dict)
 
 
@@ -74,9 +74,9 @@ class Table:
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = self._entry(name, num_dims)
-        at = tuple([self._coords(spot, name, indices) for spot in entry.spots])
+        at = tuple([self._coords(one, name, indices) for one in entry.placements])
         if at not in entry.layouts:
-            on = tuple((spot.place.axis, c) for spot, c in zip(entry.spots, at, strict=True))
+            on = tuple((one.place.axis, c) for one, c in zip(entry.placements, at, strict=True))
             with located(f"tensor {quoted(name)}, {entry.where}"):
                 words = replace(entry.words, on=on) if on else entry.words
                 entry.layouts[at] = _shared(self._mesh, str(words))
@@ -108,23 +108,24 @@ class Table:
         where = f"tensor {quoted(name)}, rule {quoted(rule.pattern.text)}"
         with located(where):
             words = self._words(rule, num_dims)
-            spots = list[Spot]()
-            order = [match.start() for match in INDEX.finditer(f".{name}")]
-            placing = [one for one in self._document.rules if one.on is not None and not words.on]
-            placing_rule, starts = self._best(name, placing)
-            for place in (placing_rule.on if placing_rule else None) or ():
-                used = sorted(place.names & set(starts))
-                if place.axis in self._mesh.axes:
-                    spots.append(Spot(place, {at: order.index(starts[at]) for at in used}))
+            placements = [] if words.on else [*self._placements(name)]
             words = keep_axes(words, self._axes)
-            placed = {spot.place.axis for spot in spots}
+            placed = {one.place.axis for one in placements}
             further = [a for a in self._document.fsdp if a in self._mesh.axes and a not in placed]
             words = shard_first_dim(words, further, num_dims=num_dims)
-        return Entry(f"rule {quoted(rule.pattern.text)}", words, tuple(spots))
+        return Entry(f"rule {quoted(rule.pattern.text)}", words, tuple(placements))
+
+    def _placements(self, name: str) -> Iterator[Placement]:
+        order = [match.start() for match in INDEX.finditer(f".{name}")]
+        rule, starts = self._best(name, [one for one in self._document.rules if one.on is not None])
+        for place in (rule.on if rule else None) or ():
+            if place.axis in self._mesh.axes:
+                used = sorted(place.names & starts.keys())
+                yield Placement(place, {index: order.index(starts[index]) for index in used})
 
     def _best(self, name: str, rules: Iterable[Rule]) -> tuple[Rule | None, dict[str, int]]:
         """The most specific rule that matches; two that are equally specific are an error."""
-        best, found = None, dict[str, int]()
+        best, best_starts = None, dict[str, int]()
         for rule in rules:
             if best and rule.pattern.rank < best.pattern.rank:
                 break
@@ -135,8 +136,8 @@ class Table:
                     f"{quoted(name)} and are equally specific: write out more of one of them"
                 )
             if starts is not None:
-                best, found = rule, starts
-        return best, found
+                best, best_starts = rule, starts
+        return best, best_starts
 
     def _words(self, rule: Rule, num_dims: int | None) -> Words:
         """The words of a rule; a number that is not known may be missing where it cuts nothing.
@@ -180,23 +181,23 @@ class Table:
             numbers[name] = number
         return numbers
 
-    def _coords(self, spot: Spot, name: str, indices: Sequence[str]) -> tuple[int, ...]:
-        key = tuple([indices[k] for k in spot.ordinals.values()])
-        if key in spot.known:
-            return spot.known[key]
-        axis, size = spot.place.axis, self._mesh.axes[spot.place.axis]
-        own = {index: int(indices[k]) for index, k in spot.ordinals.items()}
+    def _coords(self, to: Placement, name: str, indices: Sequence[str]) -> tuple[int, ...]:
+        key = tuple([indices[k] for k in to.ordinals.values()])
+        if key in to.known:
+            return to.known[key]
+        axis, size = to.place.axis, self._mesh.axes[to.place.axis]
+        own = {index: int(indices[k]) for index, k in to.ordinals.items()}
         with located(f"tensor {quoted(name)}, on {axis}"):
-            numbers = {**self._needed(spot.place.names - set(own)), **own}
-            at = tuple(sorted({formula.value(numbers) for formula in spot.place.at}))
+            numbers = {**self._needed(to.place.names - own.keys()), **own}
+            at = tuple(sorted({formula.value(numbers) for formula in to.place.at}))
             for value in (at[0], at[-1]):
                 if not 0 <= value < size:
-                    given = ", ".join(f"{key}={numbers[key]}" for key in sorted(numbers))
+                    known = ", ".join(f"{key}={numbers[key]}" for key in sorted(numbers))
                     raise RulesError(
-                        f"{axis}={value} with {given or 'no numbers'}, and mesh {self._mesh} has "
+                        f"{axis}={value} with {known or 'no numbers'}, and mesh {self._mesh} has "
                         f"{axis}=0 to {size - 1}: check these numbers"
                     )
-        spot.known[key] = at
+        to.known[key] = at
         return at
 
 
@@ -206,72 +207,18 @@ def _shared(mesh: Mesh, text: str) -> Layout:
     return Layout(mesh, text)
 
 
-def rule_axes(document: Document) -> set[str]:
-    """The axes that could cut or place some tensor of some model."""
-    named = set(document.fsdp)
-    for rule in document.rules:
-        named |= {place.axis for place in rule.on or ()}
-        named.update(parse(rule.layout.sample()).axes if rule.layout else ())
-    return named
-
-
-def check_axes(document: Document, mesh: Mesh, named: set[str]) -> None:
-    """Raise for an axis of a mesh that is not named and along which no replicas are asked for."""
-    for axis in document.requested:
-        if axis not in mesh.axes:
-            option = "fsdp" if axis in document.fsdp else "replicate"
-            raise RulesError(
-                f"{option} names axis {quoted(axis)} and mesh {mesh} has {' '.join(mesh.axes)}: "
-                "use one of these"
-            )
-    factored = {factor.axis for factor in document.factors if named.intersection(factor.into)}
-    for axis, size in mesh.axes.items():
-        if size > 1 and axis not in named | factored | {*document.replicate}:
-            near = difflib.get_close_matches(axis, document.axes, n=1)
-            advice = f"write {near[0]}" if near else "correct the mesh"
-            if axis in document.axes:
-                options = "--from-fsdp or --to-fsdp"
-                advice = f'cut dim 0 by it (--fsdp {axis}, in plan {options}, fsdp="{axis}")'
-            raise RulesError(
-                f"axis {quoted(axis)} of mesh {mesh} cuts no tensor, so that each of its {size} "
-                "ranks would hold a copy of everything; the rules know the axes "
-                f"{', '.join(document.axes) or '(none)'}: {advice}, or replicate on purpose "
-                f'(--replicate {axis}, replicate="{axis}")'
-            )
-
-
-def factored_axes(document: Document, mesh: Mesh, factored: Mesh) -> Iterator[str]:
-    """What a reader should know of axes that are read as two."""
-    for factor in document.factors:
-        if factor.axis in mesh.axes and factor.axis not in factored.axes:
-            first, second = factor.into
-            groups, copies = factored.axes[first], factored.axes[second]
-            yield (
-                f"{factor.axis}={mesh.axes[factor.axis]} is read as {first}={groups} "
-                f"{second}={copies}, because {factor.at_most} is {groups}: {copies} neighbours "
-                f"hold the same part of what is cut by {first} alone"
-            )
-        at_most, size = document.model[factor.at_most], mesh.axes.get(factor.axis, 1)
-        unknown = factor.read_by is not None and document.model[factor.read_by] is None
-        if unknown and at_most and size < at_most and at_most % size:
-            yield (
-                f"warning: {factor.axis}={size} does not divide {factor.at_most}={at_most}: ranks "
-                f"may lack some that they read; give {factor.read_by}= to have this checked"
-            )
-
-
 def idle_ranks(layouts: Mapping[str, Layout], shapes: Mapping[str, Sequence[int]]) -> list[str]:
     """Warnings about ranks that get none of the whole units, such as heads, of some tensors."""
-    found: dict[tuple[int, int, tuple[str, ...]], list[str]] = {}
+    names_of: dict[tuple[int, int, tuple[str, ...]], list[str]] = {}
     idle_of = cache(lambda layout, shape: {*_idle(layout, shape)})
     for name, layout in layouts.items():
         for idle in idle_of(layout, tuple(shapes[name])):
-            found.setdefault(idle, []).append(name)
+            names_of.setdefault(idle, []).append(name)
     return [
         f"warning: {idle} of {count} ranks along {', '.join(axes)} hold nothing of "
         f"{and_more([quoted(names[0]), *names[1:]])}: there are "
         "fewer whole heads (units of the layout) than ranks"
-        for (idle, count, axes), names in found.items()
+        for (idle, count, axes), names in names_of.items()
     ]
 
 
@@ -304,7 +251,7 @@ def keep_axes(words: Words, axes: Collection[str]) -> Words:
 
 
 def shard_first_dim(words: Words, axes: Iterable[str], *, num_dims: int | None) -> Words:
-    """Cut dim 0 of what every rank holds further, by each of these axes not in use yet."""
+    """Shard dim 0 of what every rank holds by each of these axes that is not in use yet."""
     more = tuple(Chunk(axis) for axis in axes if axis not in words.axes)
     if not more or words.flat or num_dims == 0:
         return words

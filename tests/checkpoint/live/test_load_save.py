@@ -34,7 +34,6 @@ from torch.distributed.tensor.parallel import (
 from reshard import checkpoint, sharded
 from reshard.checkpoint.catalog import StoredPiece
 from reshard.checkpoint.integrity.checksums import SIDECAR
-from reshard.checkpoint.live import write_shares
 from reshard.checkpoint.live.direct_reads import MappedFiles, ReadRequest
 from reshard.checkpoint.live.entries import entries_of
 from reshard.checkpoint.live.shared_reads import Limits, batches_of
@@ -90,7 +89,7 @@ def test_every_byte_is_read_once_and_by_ranks_evenly(rng: Random) -> None:
     finished: list[str] = []
     for batch in batches_of(requests, range(num_ranks), limits):
         loads = [0] * num_ranks
-        for share in batch.shares:
+        for share in batch:
             assert share.name not in finished
             for rank, boxes in share.boxes.items():
                 for box in boxes:
@@ -98,7 +97,7 @@ def test_every_byte_is_read_once_and_by_ranks_evenly(rng: Random) -> None:
                     assert box.size * size <= limits.cell
                     loads[rank] += box.size * size
                     seen[share.name][tuple(map(slice, box.start, box.stop))] += 1
-        finished += batch.finished
+        finished += [share.name for share in batch if share.is_last]
         assert max(loads) <= limits.share
         assert max(loads) <= sum(loads) / num_ranks * 1.1 + limits.cell
     assert all((counts == 1).all() for counts in seen.values())
@@ -602,7 +601,7 @@ def test_a_save_that_was_killed_is_forgotten(tmp_path: Path) -> None:
     def dies(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    killed = patch.object(shutil, "rmtree"), patch.object(write_shares.Writer, "step", dies)
+    killed = patch.object(shutil, "rmtree"), patch.object(OutputFiles, "sync_file", dies)
     with killed[0], killed[1], pytest.raises(KeyboardInterrupt):
         checkpoint.save({"a": torch.ones(3)}, target)
     assert [path.name.startswith(".a.reshard-gone-") for path in tmp_path.iterdir()] == [True]

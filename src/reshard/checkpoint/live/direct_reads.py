@@ -109,7 +109,13 @@ def split_requests(
     """
     own: dict[str, ReadRequest] = {}
     shared: dict[str, ReadRequest] = {}
-    disjoint_boxes = cache(_disjoint_boxes)
+
+    @cache
+    def disjoint_boxes(layout: Layout, shape: tuple[int, ...]) -> list[Box] | None:
+        """The boxes of a layout, or None if two ranks need the same element."""
+        is_disjoint = (np.diff(listed_of(layout, shape).first) == 1).all()
+        return [*_boxes_of(layout, shape)] if is_disjoint else None
+
     for name, request in requests.items():
         transfer, layout = request.transfer, request.layout
         is_own = not request.is_whole and not len(transfer.replicas)  # nothing to compare first
@@ -118,12 +124,6 @@ def split_requests(
             is_own = boxes is not None and (maps or _are_runs(boxes, transfer))
         (own if is_own else shared)[name] = request
     return own, shared
-
-
-def _disjoint_boxes(layout: Layout, shape: tuple[int, ...]) -> tuple[Box, ...] | None:
-    """The boxes of a layout, or None if two ranks need the same element."""
-    is_disjoint = (np.diff(listed_of(layout, shape).first) == 1).all()
-    return tuple(_boxes_of(layout, shape)) if is_disjoint else None
 
 
 def _are_runs(boxes: Iterable[Box], transfer: Transfer) -> bool:
@@ -173,21 +173,20 @@ class ReadAhead:
     def __init__(self, source: Source, tasks: Iterable[_Task], place: tuple[int, int]) -> None:
         """``place`` is this rank's number among the ranks of the host, and how many these are."""
         self._source, self._place = source, place
-        found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self._blocks: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        """What is needed of every block, by file and block, in the order of the copies."""
         for task in tasks:
             start, stop = task.piece.span(task.dtype)
             for block in range(start // BLOCK, -(-stop // BLOCK)):
                 part = max(start, block * BLOCK), min(stop, (block + 1) * BLOCK)
-                found.setdefault((task.piece.file, block), []).append(part)
-        self._blocks = found
-        """What is needed of every block, by file and block, in the order of the copies."""
-        self._numbers = {block: number for number, block in enumerate(found)}
+                self._blocks.setdefault((task.piece.file, block), []).append(part)
+        self._numbers = {block: number for number, block in enumerate(self._blocks)}
         self._reached = 0
         """The number of the block that the copies have come to."""
         self._over = False
         self._moved = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="reshard-read-ahead")
-        if found:
+        if self._blocks:
             self._thread.start()
 
     def reach(self, task: _Task) -> None:

@@ -1,13 +1,12 @@
-"""The tensors of a job: the entries of a state dict, matched with those of a checkpoint.
+"""The entries of a state dict, matched with those of a checkpoint in name, shape, dtype and ties.
 
-Names, shapes, dtypes and ties must match. The first rank reads the headers of the checkpoint and
-sends the others a summary as JSON.
+The first rank reads the headers of the checkpoint, and sends a summary of them as JSON.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache, cached_property
@@ -47,28 +46,29 @@ LEAST_LETTERS = 4
 _DIGITS = re.compile(r"\d+")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Memory:
-    """The tensors of a rank that share memory, as tied parameters do."""
+    """Which tensors of a rank share memory, as tied parameters do."""
 
-    names: frozenset[str]
-    groups: tuple[frozenset[str], ...]
-    """Groups of two or more names for the same memory."""
-    empty: frozenset[str]
-    """Tensors without an element on this rank."""
+    names: Collection[str]
+    shared: Mapping[str, str | None]
+    """Tensors with all of the memory of an earlier one; None for those without an element."""
 
-    def has_as_one(self, one: str, two: str) -> bool:
-        """Whether two tensors share their memory here, or the rank has no element of either."""
-        without = self.empty | ({one, two} - self.names)
-        return {one, two} <= without or any({one, two} <= group for group in self.groups)
+    def first(self, name: str) -> str | None:
+        """The first tensor with the memory of this one; None if the rank has no element of it."""
+        return self.shared.get(name, name if name in self.names else None)
 
-    @classmethod
-    def of(cls, names: Iterable[str], groups: list[list[str]], empty: list[str]) -> Memory:
-        """The memory of a rank that has sent the result of ``Entries.shared_memory``."""
-        return cls(frozenset(names), tuple(map(frozenset, groups)), frozenset(empty))
+    @cached_property
+    def groups(self) -> dict[str, set[str]]:
+        """The tensors that share memory, by the first of them."""
+        groups: dict[str, set[str]] = {}
+        for name, first in self.shared.items():
+            if first is not None:
+                groups.setdefault(first, {first}).add(name)
+        return groups
 
 
-class Held(NamedTuple):
+class RankTensor(NamedTuple):
     """A tensor of this rank: its spec, and the memory of its parts in the order of its boxes."""
 
     spec: TensorSpec
@@ -85,43 +85,41 @@ class Entries:
     keys: dict[str, Keys] = field(default_factory=dict)
 
     @cached_property
-    def held(self) -> dict[str, Held]:
+    def local(self) -> dict[str, RankTensor]:
         """All tensors; an error names the tensor."""
-        return {name: _held(name, tensor) for name, tensor in self.tensors.items()}
+        return {name: _rank_tensor(name, tensor) for name, tensor in self.tensors.items()}
 
     def specs(self) -> dict[str, TensorSpec]:
-        return {name: held.spec for name, held in self.held.items()}
+        return {name: local.spec for name, local in self.local.items()}
 
-    def shared_memory(self) -> tuple[list[list[str]], list[str]]:
-        """Groups of tensors that share all of their memory, and tensors without an element."""
-        groups: dict[tuple[Any, ...], list[str]] = {}
-        empty = []
-        for name, held in self.held.items():
-            parts = [part for part in held.parts if part.numel()]
-            if parts:
-                key = tuple((p.data_ptr(), p.device, p.dtype, p.shape, p.stride()) for p in parts)
-                groups.setdefault(key, []).append(name)
-            else:
-                empty.append(name)
-        return [group for group in groups.values() if len(group) > 1], empty
+    def shared_memory(self) -> dict[str, str | None]:
+        """What `Memory` says of the tensors of this rank."""
+        firsts: dict[object, str | None] = {(): None}
+        shared = {}
+        for name, (_, parts) in self.local.items():
+            some = [part for part in parts if part.numel()]
+            key = tuple((p.data_ptr(), p.device, p.dtype, p.shape, p.stride()) for p in some)
+            if firsts.setdefault(key, name) != name:
+                shared[name] = firsts[key]
+        return shared
 
 
 def entries_of(state_dict: Mapping[Any, Any]) -> Entries:
     """The entries of a nested or flat state dict, with dotted names."""
     if not isinstance(state_dict, Mapping):
         raise TensorError(f"a {type(state_dict).__name__} is no state dict: give a dict of tensors")
-    found = Entries()
+    entries = Entries()
     for keys, value in _walk((), state_dict):
         name = ".".join(map(str, keys))
-        if name in found.keys:
+        if name in entries.keys:
             raise TensorError(
                 f"two entries of the state dict are called {quoted(name)}, one of them nested: "
                 "rename one"
             )
-        found.keys[name] = keys
-        kind = found.tensors if isinstance(value, torch.Tensor) else found.others
+        entries.keys[name] = keys
+        kind = entries.tensors if isinstance(value, torch.Tensor) else entries.others
         kind[name] = value
-    return found
+    return entries
 
 
 def _walk(keys: Keys, value: Any) -> Iterator[tuple[Keys, Any]]:
@@ -149,7 +147,7 @@ def _has_tensors(value: Any, depth: int) -> bool:
     return any(_has_tensors(one, depth + 1) for one in inside)
 
 
-def _held(name: str, tensor: torch.Tensor) -> Held:
+def _rank_tensor(name: str, tensor: torch.Tensor) -> RankTensor:
     if is_lazy(tensor) or tensor.is_nested:
         kind = "a nested tensor: pad it" if tensor.is_nested else "not initialized: run the model"
         raise TensorError(f"{quoted(name)} is {kind} first, and give a dense tensor")
@@ -169,7 +167,7 @@ def _held(name: str, tensor: torch.Tensor) -> Held:
             f'{quoted(name)} has layout "{spec.layout}", which leaves a sum pending: a checkpoint '
             "holds values; redistribute the tensor first"
         )
-    return Held(spec, parts)
+    return RankTensor(spec, parts)
 
 
 class RankBoxes:
@@ -184,20 +182,20 @@ class RankBoxes:
         pieces = {rank: self._pieces(layout, rank, shape) for rank in layout.ranks}
         return {rank: sorted(piece.box for piece in some) for rank, some in pieces.items() if some}
 
-    def views(self, held: Held, rank: int) -> list[View]:
+    def views(self, local: RankTensor, rank: int) -> list[View]:
         """The boxes that this rank holds in ascending order, and the memory of each.
 
         Writing to that memory changes the tensor. The layout is that of the tensor itself: the
         layout that all ranks together describe may be an equal one in other words.
         """
-        layout, parts = held.spec.layout, held.parts
+        layout, parts = local.spec.layout, local.parts
         if isinstance(layout, BoxLayout):
             pairs = zip(layout.boxes.get(rank, ()), parts, strict=True)
-            found = [(box, part) for box, part in pairs if box.size]
+            views = [(box, part) for box, part in pairs if box.size]
         else:
-            pieces = self._pieces(layout, rank, held.spec.shape) if parts else ()
-            found = [(piece.box, piece_view(parts[0], piece)) for piece in pieces]
-        return sorted(found, key=lambda view: view[0])
+            pieces = self._pieces(layout, rank, local.spec.shape) if parts else ()
+            views = [(piece.box, piece_view(parts[0], piece)) for piece in pieces]
+        return sorted(views, key=lambda view: view[0])
 
 
 def _pieces_of(layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[Piece, ...]:
@@ -214,156 +212,157 @@ def bytes_of(tensor: torch.Tensor) -> Any:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
 
 
-@dataclass(frozen=True, slots=True)
-class CatalogSummary:
-    """The part of a catalog that a load needs."""
+def catalog_to_data(catalog: Catalog, digests: Mapping[str, str]) -> dict[str, Any]:
+    """What a load needs of a catalog, and the digests of tensors, as JSON."""
+    tensors = []
+    for one in catalog.tensors.values():
+        rows = [[p.box.start, p.box.stop, p.file, p.offset, p.strides] for p in one.pieces]
+        tensors.append([one.name, one.shape, one.dtype, rows])
+    return {
+        "root": catalog.root,
+        "format": catalog.format,
+        "files": [[file.path, file.size] for file in catalog.files],
+        "tensors": tensors,
+        "notes": list(catalog.notes),
+        "digests": dict(digests),
+        "crcs": [list(crc) for crc in catalog.crcs],
+    }
 
-    catalog: Catalog
-    unwanted: tuple[str, ...] = ()
-    """Names of tensors that are not loaded."""
-    digests: Mapping[str, str] = field(default_factory=dict)
-    """The digests of tensors in the checksums of the checkpoint."""
 
-    def about(self, names: Collection[str]) -> CatalogSummary:
-        catalog = self.catalog
-        wanted = {name: one for name, one in catalog.tensors.items() if name in names}
-        crcs: Sequence[Crc] = ()
-        if catalog.crcs:  # those with bytes of these tensors
-            records = Crcs(catalog.crcs)
-            spans = ((p.file, *p.span(t.dtype)) for t in wanted.values() for p in t.pieces)
-            crcs = records.chosen({which for span in spans for which in records.touching(*span)})
-        part = replace(catalog, tensors=wanted, crcs=tuple(crcs))
-        known = {name: self.digests[name] for name in wanted if name in self.digests}
-        return CatalogSummary(part, tuple(sorted(catalog.tensors.keys() - wanted.keys())), known)
-
-    def joined(self, copies: Mapping[str, Sequence[str]]) -> CatalogSummary:
-        """The summary with the pieces of the copies of tensors added to them, as replicas."""
-        tensors = dict(self.catalog.tensors)
-        for name, others in copies.items():
-            pieces = (piece for one in (name, *others) for piece in tensors[one].pieces)
-            tensors[name] = replace(tensors[name], pieces=tuple(dict.fromkeys(pieces)))
-        return replace(self, catalog=replace(self.catalog, tensors=tensors))
-
-    def to_data(self) -> dict[str, Any]:
-        tensors = []
-        for one in self.catalog.tensors.values():
-            rows = [[p.box.start, p.box.stop, p.file, p.offset, p.strides] for p in one.pieces]
-            tensors.append([one.name, one.shape, one.dtype, rows])
-        return {
-            "root": self.catalog.root,
-            "format": self.catalog.format,
-            "files": [[file.path, file.size] for file in self.catalog.files],
-            "tensors": tensors,
-            "notes": list(self.catalog.notes),
-            "digests": dict(self.digests),
-            "crcs": [list(crc) for crc in self.catalog.crcs],
-        }
-
-    @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> CatalogSummary:
-        files = tuple(StoredFile(path, size) for path, size in data["files"])
-        tensors = {}
-        for name, shape, dtype, rows in data["tensors"]:
+def _catalog_from_data(data: Mapping[str, Any], names: Collection[str]) -> Catalog:
+    """The catalog of the tensors of these names, with the CRC-32 records of their bytes."""
+    files = tuple(StoredFile(path, size) for path, size in data["files"])
+    tensors = {}
+    for name, shape, dtype, rows in data["tensors"]:
+        if name in names:
             pieces = (
                 StoredPiece(Box(tuple(start), tuple(stop)), file, offset, tuple(strides))
                 for start, stop, file, offset, strides in rows
             )
             tensors[name] = StoredTensor(name, tuple(shape), dtype, tuple(pieces))
-        notes, crcs = tuple(data["notes"]), tuple(Crc(*one) for one in data["crcs"])
-        catalog = Catalog(data["root"], data["format"], files, tensors, crcs=crcs, notes=notes)
-        return cls(catalog, digests=data["digests"])
+    records = Crcs(Crc(*one) for one in data["crcs"])
+    spans = ((p.file, *p.span(t.dtype)) for t in tensors.values() for p in t.pieces)
+    crcs = records.chosen({which for span in spans for which in records.touching(*span)})
+    root, notes = data["root"], tuple(data["notes"])
+    return Catalog(root, data["format"], files, tensors, crcs=tuple(crcs), notes=notes)
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
     """What is loaded from a checkpoint into the tensors of a job."""
 
+    catalog: Catalog
+    """With the tensors that are loaded. Tied tensors that the checkpoint has twice must be equal:
+    the pieces of the one are replicas of those of the other."""
+    digests: Mapping[str, str]
     chosen: Mapping[str, TensorSpec]
     missing: tuple[str, ...]
-    """Names that the checkpoint lacks and that are not tied to one that it has."""
     tied: tuple[str, ...]
     """Names whose memory is filled under another name."""
-    copies: Mapping[str, Sequence[str]]
-    """The tied names that the checkpoint has too, by the name that is loaded: they share memory in
-    the job, and must be equal in the checkpoint."""
+    unwanted: tuple[str, ...]
 
 
 def match_tensors(
     want: Mapping[str, TensorSpec],
-    summary: CatalogSummary,
+    data: Mapping[str, Any],
     memories: Mapping[int, Memory],
     strict: Strict,
     cast: bool,
 ) -> Match:
-    """What is loaded; names, shapes and dtypes that do not match raise errors."""
-    stored, root, unwanted = summary.catalog.tensors, summary.catalog.root, summary.unwanted
+    """What is loaded of the catalog that `catalog_to_data` wrote.
+
+    Names, shapes and dtypes that do not match raise errors.
+    """
+    catalog, digests = _catalog_from_data(data, want), data["digests"]
+    stored, root = dict(catalog.tensors), catalog.root
+    unwanted = sorted(name for name, *_ in data["tensors"] if name not in want)
     chosen = {name: spec for name, spec in want.items() if name in stored}
     absent = [name for name in want if name not in stored]
     tied = [name for name in absent if _is_tied(name, chosen, memories)]
     missing = [name for name in absent if name not in {*tied}]
-    misspelt = dict(_misspelt(missing, unwanted))
-    if missing and (strict or misspelt):
-        raise _lacking(root, [*misspelt] if not strict else missing, misspelt, unwanted)
+    _check_missing(root, missing, unwanted, strict)
     if strict == "exact" and unwanted:
         names = and_more([*map(quoted, unwanted)], MOST_NAMED)
         raise NamesError(
             f"{root} holds {names}, which the state dict lacks: strict=True loads without"
         )
     for name, spec in chosen.items():
-        _check_one(name, spec, summary, cast)
-    copies = _copies(chosen, memories)
-    for name, others in copies.items():
+        _check_one(stored[name], spec, root, cast)
+    for name, others in _copies(chosen, memories).items():
         for other in others:
             # Tied tensors that are not known to differ are compared when they are read.
-            dtypes = {stored[name].dtype, stored[other].dtype}
-            if len(dtypes) > 1 or summary.digests.get(name) != summary.digests.get(other):
+            is_one_dtype = stored[name].dtype == stored[other].dtype
+            if not is_one_dtype or digests.get(name) != digests.get(other):
                 raise CheckpointError(
                     f"tensors {quoted(name)} and {quoted(other)} are one memory in the state dict "
                     f"and differ in {root}: untie them, or leave one of them out"
                 )
+            pieces = dict.fromkeys((*stored[name].pieces, *stored[other].pieces))
+            stored[name] = replace(stored[name], pieces=tuple(pieces))
             del chosen[other]
             tied.append(other)
-    return Match(chosen, tuple(sorted(missing)), tuple(tied), copies)
+    catalog = replace(catalog, tensors=stored)
+    known = {name: digest for name, digest in digests.items() if name in stored}
+    return Match(catalog, known, chosen, tuple(sorted(missing)), tuple(tied), tuple(unwanted))
 
 
 def _is_tied(name: str, chosen: Mapping[str, TensorSpec], memories: Mapping[int, Memory]) -> bool:
     """Whether all of a tensor's memory is filled under another name, on every rank that has it."""
-    others: set[str] | None = None
-    for memory in memories.values():
-        if name in memory.names and name not in memory.empty:
-            same = {other for group in memory.groups if name in group for other in group}
-            others = same if others is None else others & same
-    return bool(others and others & chosen.keys())  # the name itself is absent there
+    groups = [
+        memory.groups.get(first, set[str]())
+        for memory in memories.values()
+        if (first := memory.first(name)) is not None
+    ]
+    return bool(groups and set.intersection(*groups) & chosen.keys())
 
 
 def _copies(
     chosen: Mapping[str, TensorSpec], memories: Mapping[int, Memory]
 ) -> dict[str, list[str]]:
     """Names that share memory, by the first of them; all ranks must agree."""
-    copies: dict[str, list[str]] = {}
-    groups = dict.fromkeys(group for memory in memories.values() for group in memory.groups)
-    for group in groups:
-        first, *others = sorted(group & chosen.keys()) or [""]
+    copies: dict[str, dict[str, None]] = {}
+    groups = (frozenset(one) for memory in memories.values() for one in memory.groups.values())
+    for group in dict.fromkeys(groups):
+        name, *others = sorted(group & chosen.keys()) or [""]
         for other in others:
-            apart = [r for r, memory in memories.items() if not memory.has_as_one(first, other)]
+            apart = [r for r, one in memories.items() if one.first(name) != one.first(other)]
             if apart:
                 raise DisagreementError(
-                    f"{quoted(first)} and {quoted(other)} are one memory on some ranks and two on "
+                    f"{quoted(name)} and {quoted(other)} are one memory on some ranks and two on "
                     f"rank {apart[0]}: tie them on all ranks, or on none"
                 )
-            if other not in copies.setdefault(first, []):
-                copies[first].append(other)
-    return {first: others for first, others in copies.items() if others}
+            copies.setdefault(name, {})[other] = None
+    return {name: [*others] for name, others in copies.items()}
 
 
-def _misspelt(missing: Sequence[str], unwanted: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Names that the checkpoint lacks, each with an unused name that differs by one typo."""
+def _check_missing(
+    root: str, missing: Sequence[str], unwanted: Sequence[str], strict: Strict
+) -> None:
+    """Refuse names that the checkpoint lacks; if not strict, only those that look misspelt.
+
+    The error shows the nearest name that is not used and has the same numbers.
+    """
     by_digits: dict[tuple[str, ...], list[str]] = {}
     for name in unwanted if missing else ():
         by_digits.setdefault(tuple(_DIGITS.findall(name)), []).append(name)
-    for name in missing:
-        alike = by_digits.get(tuple(_DIGITS.findall(name)), ())
-        yield from [(name, other) for other in alike if _is_typo(name, other)][:1]
+    alike = {name: by_digits.get(tuple(_DIGITS.findall(name)), []) for name in missing}
+    misspelt = {
+        name: other
+        for name in missing
+        for other in reversed(alike[name])  # the first one wins
+        if _is_typo(name, other)
+    }
+    lacking = missing if strict else [*misspelt]
+    if not lacking:
+        return
+    hints = []
+    for name in lacking[:MOST_NAMED]:
+        known = [misspelt[name]] if name in misspelt else []
+        near = known or get_close_matches(name, alike[name][:MOST_COMPARED], n=1)
+        hints.append(f"{quoted(name)} ({quoted(near[0])} is near)" if near else quoted(name))
+    advice = "rename it in the state dict" if misspelt else "strict=False loads the rest"
+    hints += lacking[MOST_NAMED:]  # only counted
+    raise NamesError(f"{root} lacks {and_more(hints, MOST_NAMED)}: {advice}")
 
 
 def _is_typo(one: str, two: str) -> bool:
@@ -377,31 +376,15 @@ def _is_typo(one: str, two: str) -> bool:
     pairs = enumerate(zip(one, two, strict=False))
     first = next((at for at, (a, b) in pairs if a != b), min(len(one), len(two)))
     rest, other = one[first:], two[first:]
-    swapped = rest[:2] == other[1::-1] and rest[2:] == other[2:] and len(rest) > 1
-    if not (rest[1:] == other[1:] or rest[1:] == other or rest == other[1:] or swapped):
+    is_swap = len(rest) > 1 and rest[:2] == other[1::-1] and rest[2:] == other[2:]
+    if not (is_swap or rest[1:] == other[1:] or rest[1:] == other or rest == other[1:]):
         return False
-    start, stop = one.rfind(".", 0, first) + 1, one.find(".", first)
-    return len(one[start : stop if stop >= 0 else None]) >= LEAST_LETTERS
+    part = one[one.rfind(".", 0, first) + 1 :].partition(".")[0]
+    return len(part) >= LEAST_LETTERS
 
 
-def _lacking(
-    root: str, missing: Sequence[str], misspelt: Mapping[str, str], unwanted: Sequence[str]
-) -> NamesError:
-    """The error for names that the checkpoint lacks, with the nearest name of the same numbers."""
-    hints = []
-    for name in missing[:MOST_NAMED]:
-        digits = _DIGITS.findall(name)
-        alike = [other for other in unwanted if _DIGITS.findall(other) == digits]
-        known = [misspelt[name]] if name in misspelt else []
-        near = known or get_close_matches(name, alike[:MOST_COMPARED], n=1)
-        hints.append(f"{quoted(name)} ({quoted(near[0])} is near)" if near else quoted(name))
-    advice = "rename it in the state dict" if misspelt else "strict=False loads the rest"
-    hints += missing[MOST_NAMED:]  # only counted
-    return NamesError(f"{root} lacks {and_more(hints, MOST_NAMED)}: {advice}")
-
-
-def _check_one(name: str, spec: TensorSpec, summary: CatalogSummary, cast: bool) -> None:
-    have, root = summary.catalog.tensors[name], summary.catalog.root
+def _check_one(have: StoredTensor, spec: TensorSpec, root: str, cast: bool) -> None:
+    name = have.name
     if have.shape != spec.shape:
         raise CheckpointError(
             f"tensor {quoted(name)} has shape {have.shape} in {root} and {spec.shape} in the state "

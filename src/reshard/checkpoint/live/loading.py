@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,18 +26,16 @@ from reshard.checkpoint.integrity.checksums import Checksums, load_checksums
 from reshard.checkpoint.integrity.crcs import Crcs, Part, crcs_of
 from reshard.checkpoint.live.direct_reads import ReadRequest, read_direct, split_requests
 from reshard.checkpoint.live.entries import (
-    CatalogSummary,
     Entries,
     Memory,
     Strict,
+    catalog_to_data,
     entries_of,
     match_tensors,
 )
 from reshard.checkpoint.live.shared_reads import (
-    Batch,
-    CrcRecords,
     Limits,
-    ShareData,
+    Share,
     SharedReads,
     are_small,
     batches_of,
@@ -108,13 +106,13 @@ class LoadReport(Report):
             f"  moved    {format_bytes(self.bytes_moved)} between ranks",
             f"  time     {self.seconds:.1f} s",
         ]
-        for word, names in (
+        for label, names in (
             ("missing", self.missing),
             ("tied", self.tied),
             ("unused", self.unexpected),
             ("no tensor", self.left_alone),
         ):
-            lines += [f"  {word:<8} {name_list(names)}"] if names else []
+            lines += [f"  {label:<8} {name_list(names)}"] if names else []
         return "\n".join([*lines, *(f"  note     {note}" for note in self.notes[:5])])
 
 
@@ -145,8 +143,8 @@ def load(
     another longer than ``timeout`` seconds. Errors are raised on all ranks alike, and before any
     tensor is changed if they can be known by then.
     """
-    given = str(path) if isinstance(path, Path) else path
-    options = {"path": given, "strict": strict, "cast": cast, "check": check,
+    path = str(path) if isinstance(path, Path) else path
+    options = {"path": path, "strict": strict, "cast": cast, "check": check,
                "compare_replicas": compare_replicas, "memory": str(memory)}  # fmt: skip
     began = time.monotonic()
     agreement = Agreement(group, "loading a checkpoint", timeout, CheckpointError)
@@ -165,17 +163,15 @@ def load(
 def _check_memory(entries: Entries, names: Collection[str], rank: int) -> None:
     """Refuse tensors that overlap themselves or one another: one load would undo the other."""
     parts = {
-        name if len(held.parts) == 1 else f"{name}, part {number}": part
-        for name, held in entries.held.items()
-        for number, part in enumerate(held.parts)
+        name if len(local.parts) == 1 else f"{name}, part {number}": part
+        for name, local in entries.local.items()
+        for number, part in enumerate(local.parts)
         if name in names
     }
     check_overlaps(dict(enumerate(parts.values())), ({}, parts), rank)
 
 
 class _Loading:
-    """A load in progress."""
-
     def __init__(
         self,
         agreement: Agreement,
@@ -192,26 +188,29 @@ class _Loading:
         self.agreement, self.options = agreement, options
         self.checksums: Checksums | None = None  # the first rank has them
         answers = agreement.run(lambda: self._describe(stack, into, catalog_of))
-        agreement.check_gathered({rank: one[1] for rank, one in answers.items()})
-        described = specs_from_texts({rank: one[0] for rank, one in answers.items()})
-        memories = {rank: Memory.of(described[rank], *one[2]) for rank, one in answers.items()}
-        self.hosts = [one[3] for one in answers.values()]
+        texts, requests, shared, hosts, catalogs, overlaps = (
+            {rank: answer[part] for rank, answer in answers.items()} for part in range(6)
+        )
+        agreement.check_gathered(requests)
+        self.hosts = [*hosts.values()]
+        described = specs_from_texts(texts)
         specs = merge_specs(described)
-        found = CatalogSummary.from_data(answers[agreement.ranks[0]][4]).about(specs)
-        self.match = match_tensors(specs, found, memories, options["strict"], options["cast"])
-        if any(one[5] for one in answers.values()):  # perhaps of tensors that are not loaded
+        memories = {rank: Memory(described[rank], some) for rank, some in shared.items()}
+        data, strict, cast = catalogs[agreement.ranks[0]], options["strict"], options["cast"]
+        self.match = match_tensors(specs, data, memories, strict, cast)
+        if any(overlaps.values()):  # perhaps of tensors that are not loaded
             chosen = self.match.chosen
             agreement.run(lambda: _check_memory(self.entries, chosen, agreement.rank))
-        self.summary = found.joined(self.match.copies)
         self.requests = {
             name: self._request(name, spec) for name, spec in self.match.chosen.items()
         }
-        catalog, digests = self.summary.catalog, self.summary.digests
-        crcs = Crcs(catalog.crcs)
-        self.records = CrcRecords(crcs, self.requests)
-        self.source = Source(self.storage, catalog, self.checksums, crcs=crcs)
-        held, share = self.entries.held, parse_bytes(options["memory"]) // 4
-        self.shared = SharedReads(self.source, self.requests, digests, agreement, held, share)
+        catalog, digests = self.match.catalog, self.match.digests
+        self.source = Source(self.storage, catalog, self.checksums, crcs=Crcs(catalog.crcs))
+        self._records = {name: self._records_of(name) for name in self.requests if catalog.crcs}
+        self._unread = Counter(which for some in self._records.values() for which in some)
+        """The number of tensors with bytes in each CRC-32 record that are not read yet."""
+        local, share = self.entries.local, parse_bytes(options["memory"]) // 4
+        self.shared = SharedReads(self.source, self.requests, digests, agreement, local, share)
         self.bytes_read = 0
         self._values = Counter[str]()  # the digest values so far
         self._done = 0
@@ -233,24 +232,24 @@ class _Loading:
         self.entries = entries_of(into)
         text = specs_to_text(self.entries.specs())
         self.storage = stack.enter_context(open_storage(self.options["path"]))
-        found = None
+        data = None
         if self.agreement.is_first:  # it keeps the checksums
             check, storage = self.options["check"], self.storage
             self.checksums = sums = load_checksums(storage) if check else None
             catalog = catalog_of(storage)
             crcs = crcs_of(storage, replace(catalog, objects={}), sums) if check else ()
             digests = sums.digests if sums else {}
-            found = CatalogSummary(replace(catalog, crcs=crcs), (), digests).to_data()
+            data = catalog_to_data(replace(catalog, crcs=crcs), digests)
         has_overlaps = False
         try:
             _check_memory(self.entries, self.entries.tensors, self.agreement.rank)
         except TensorError:
             has_overlaps = True
         memory = self.entries.shared_memory()
-        return [text, self.options, memory, boot_id(), found, has_overlaps]
+        return [text, self.options, memory, boot_id(), data, has_overlaps]
 
     def _request(self, name: str, spec: TensorSpec) -> ReadRequest:
-        catalog, has_digest = self.summary.catalog, name in self.summary.digests
+        catalog, has_digest = self.match.catalog, name in self.match.digests
         # Replicas that a digest would check better are not compared, and left out.
         is_compared = self.options["compare_replicas"] and not has_digest
         transfer = Transfer.of_read(catalog.tensors[name], spec.dtype, is_compared)
@@ -258,9 +257,9 @@ class _Loading:
 
     def read(self) -> None:
         # Let autograd know of the changes: reads into memory and moves do not count as one.
-        held, tensors = self.entries.held, self.entries.tensors
+        local, tensors = self.entries.local, self.entries.tensors
         names = tensors.keys() & {*self.match.chosen, *self.match.tied}
-        changed = (one for name in names for one in (tensors[name], *held[name].parts))
+        changed = (one for name in names for one in (tensors[name], *local[name].parts))
         increment_version([one for one in changed if not one.is_inference()])
         maps = self.storage.is_local and len(set(self.hosts)) == 1
         own, shared = split_requests(self.requests, maps)
@@ -283,66 +282,67 @@ class _Loading:
             text = read_small(small, self.source) if small and self.agreement.is_first else ""
             return [self.source.num_bytes, text]
 
-        count, total = len(own) + len(small), len(self.requests)
-        try:
+        count = len(own) + len(small)
+        with self._noting(f"up to {count} of {len(self.requests)} tensors were already changed"):
             answers = self.agreement.run(read)
-        except ReshardError as error:
-            raise type(error)(
-                f"{error}; up to {count} of {total} tensors were already changed: load again "
-                "before use"
-            ) from error.__cause__
         copy_small(small, answers[self.agreement.ranks[0]][1], self.shared.views)
         self.bytes_read = sum(one[0] for one in answers.values())
         self._done += count
 
-    def _read_batch(self, batch: Batch) -> None:
+    def _read_batch(self, batch: Sequence[Share]) -> None:
         """Read a batch, check it, and send it to the ranks that need it."""
-        found: list[ShareData] = []
 
-        def read() -> dict[str, Any]:
-            shares, values = self.shared.read(batch)
-            found.extend(shares)
+        def read() -> list[Any]:
+            values = self.shared.read(batch)
             parts = {name: f"{value:x}" for name, value in values.items()}
-            crcs = self.shared.crc_parts()
-            return {"bytes": self.source.num_bytes, "parts": parts, "crcs": crcs}
+            return [self.source.num_bytes, parts, self.shared.crc_parts()]
 
+        finished = [share.name for share in batch if share.is_last]
+        done = f"{self._done} of {len(self.requests)} tensors were already loaded"
+        with self._noting(done if self._done else ""):
+            num_bytes, parts, crcs = zip(*self.agreement.run(read).values(), strict=True)
+            self._check_digests(finished, parts)
+            self.bytes_read = sum(num_bytes) + self._check_crcs(finished, crcs)
+            self.shared.move(batch)
+        self._done += len(finished)
+
+    @contextmanager
+    def _noting(self, done: str) -> Iterator[None]:
+        """Add to an error what was done before it."""
         try:
-            answers = self.agreement.run(read).values()
-            self._check_digests(batch, [one["parts"] for one in answers])
-            gaps = self._check_crcs(batch, [one["crcs"] for one in answers])
-            self.bytes_read = sum(one["bytes"] for one in answers) + gaps
-            self.shared.move(batch, found)
+            yield
         except ReshardError as error:
-            if not self._done:
+            if not done:
                 raise
-            total = len(self.requests)
-            raise type(error)(
-                f"{error}; {self._done} of {total} tensors were already loaded: load again before "
-                "use"
-            ) from error.__cause__
-        self._done += len(batch.finished)
+            raise type(error)(f"{error}; {done}: load again before use") from error.__cause__
 
-    def _check_digests(self, batch: Batch, parts: list[Mapping[str, str]]) -> None:
-        """Compare the digests of the tensors that are completely read now."""
+    def _check_digests(self, names: Iterable[str], parts: Iterable[Mapping[str, str]]) -> None:
+        """Compare the digests of tensors that are completely read now."""
         for one in parts:
             self._values.update({name: int(text, 16) for name, text in one.items()})
-        for name in batch.finished:
-            expected = self.summary.digests.get(name)
+        for name in names:
+            expected, transfer = self.match.digests.get(name), self.requests[name].transfer
             value = digest.combine([self._values.pop(name, 0)])
-            transfer = self.requests[name].transfer
-            found = digest.finish(value, transfer.shape, transfer.have)
-            if expected is not None and found != expected:
-                blame = partial(self.source.blame_digest, transfer, found, expected)
-                self.agreement.run_on_first(blame)
+            now = digest.finish(value, transfer.shape, transfer.have)
+            if expected is not None and now != expected:
+                self.agreement.run_on_first(
+                    partial(self.source.blame_digest, transfer, now, expected)
+                )
 
-    def _check_crcs(self, batch: Batch, parts: list[list[Part]]) -> int:
-        """Compare the CRC-32 records that are complete now; the first rank reads their gaps.
+    def _records_of(self, name: str) -> set[int]:
+        """The CRC-32 records that have bytes of a tensor."""
+        transfer, crcs = self.requests[name].transfer, self.source.crcs
+        pieces = (*transfer.source.pieces(), *transfer.replicas.pieces())
+        spans = ((piece.file, *piece.span(transfer.have)) for piece in pieces)
+        return {which for span in spans for which in crcs.touching(*span)}
 
-        Returns the bytes of these gaps.
-        """
+    def _check_crcs(self, names: Iterable[str], parts: Iterable[list[Part]]) -> int:
+        """Compare the CRC-32 records that are complete now; the bytes of gaps that this reads."""
         for some in parts if self.agreement.is_first else ():
-            self.records.crcs.add(some)
-        ready = self.records.finished(batch.finished)
+            self.source.crcs.add(some)
+        read = Counter(which for name in names for which in self._records.get(name, ()))
+        self._unread.subtract(read)
+        ready = sorted(which for which in read if not self._unread[which])
 
         def compare() -> int:
             before = self.source.num_bytes
@@ -352,7 +352,7 @@ class _Loading:
         return int(self.agreement.run_on_first(compare)) if ready else 0
 
     def report(self, seconds: float) -> LoadReport:
-        catalog, match = self.summary.catalog, self.match
+        catalog, match = self.match.catalog, self.match
         return LoadReport(
             source=catalog.root,
             format=catalog.format,
@@ -361,11 +361,11 @@ class _Loading:
             bytes_read=self.bytes_read,
             bytes_moved=self.shared.bytes_moved,
             seconds=seconds,
-            checked=bool(self.summary.digests),
+            checked=bool(match.digests),
             num_ranks=len(self.agreement.ranks),
             missing=match.missing,
             tied=match.tied,
-            unexpected=self.summary.unwanted,
+            unexpected=match.unwanted,
             left_alone=tuple(self.entries.others),
             notes=catalog.notes,
         )

@@ -13,30 +13,23 @@ import io
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from reshard.checkpoint.catalog import StoredObject
-from reshard.checkpoint.formats.distcp_writer import distcp
-from reshard.checkpoint.formats.safetensors.writer import sharded
 from reshard.checkpoint.integrity.checksums import SIDECAR
 from reshard.checkpoint.live.entries import RankBoxes, entries_of
 from reshard.checkpoint.live.write_shares import (
-    SavePlan,
-    Writer,
     check_copies,
     digests_of,
-    main_mesh,
-    on_mesh,
-    owners_of,
-    writers_of,
+    plan_save,
+    write_share,
 )
-from reshard.checkpoint.output import Wanted, count_tensor_files
+from reshard.checkpoint.output import count_tensor_files
 from reshard.checkpoint.publish.workplace import Workplace
 from reshard.checkpoint.storage.local import plain_path
 from reshard.checkpoint.storage.output_files import OutputFiles, named, replace_file
@@ -114,8 +107,8 @@ def save(
     """
     began = time.monotonic()
     agreement = Agreement(group, "saving a checkpoint", timeout, CheckpointError)
-    given = str(path) if isinstance(path, Path) else path
-    request = {"path": given, "format": format, "overwrite": overwrite, "checksums": checksums}
+    path = str(path) if isinstance(path, Path) else path
+    request = {"path": path, "format": format, "overwrite": overwrite, "checksums": checksums}
     saving = _Saving(agreement, request, state_dict)
     written = saving.write()
     specs, files = saving.plan.specs, saving.plan.output.files
@@ -145,27 +138,30 @@ class _Saving:
     ) -> None:
         self.agreement, self.request = agreement, request
         answers = agreement.run(lambda: self._describe(state_dict))
-        agreement.check_gathered({rank: one[3] for rank, one in answers.items()})
-        described = specs_from_texts({rank: one[0] for rank, one in answers.items()})
+        texts, sizes, paths, requests, digests = (
+            {rank: answer[part] for rank, answer in answers.items()} for part in range(5)
+        )
+        agreement.check_gathered(requests)
+        described = specs_from_texts(texts)
         specs = merge_specs(described)
         _check_present(specs, described)
-        check_copies({rank: one[4] for rank, one in answers.items()})
+        check_copies(digests)
         self.others: dict[str, tuple[int, int]] = {}
         """The first rank that has each entry that is not a tensor, and its size."""
         keys: dict[str, tuple[str | int, ...]] = {}
-        for rank, (_, sizes, paths, *_) in answers.items():
-            for name, size in sizes.items():
+        for rank in answers:
+            for name, size in sizes[rank].items():
                 self.others.setdefault(name, (rank, size))
-            keys |= {name: tuple(path) for name, path in paths.items()}
+            keys |= {name: tuple(path) for name, path in paths[rank].items()}
         self._check_entries(specs)
         self.place = Workplace.beside(Path(plain_path(request["path"])))
-        self.plan = self._planned(specs, keys)
+        self.plan = plan_save(specs, self.others, keys, request["format"], agreement.ranks[0])
         self.kept: tuple[str, ...] = ()
         """Names of other files at the destination."""
         self._paths = [file.path for file in self.plan.output.files]
         self._target = OutputFiles(self.place.data, self.plan.output.files)
-        held, checksums = self._entries.held, request["checksums"]
-        self._writer = Writer(self.plan, held, self._objects, agreement.rank, checksums)
+        self._done, local, sums = Done(agreement.rank), self._entries.local, request["checksums"]
+        self._steps = write_share(self.plan, self._target, local, self._objects, self._done, sums)
 
     def _describe(self, state_dict: Mapping[Any, Any]) -> list[Any]:
         """What this rank tells the others."""
@@ -186,7 +182,7 @@ class _Saving:
         }
         sizes = {name: len(data) for name, data in self._objects.items()}
         several = len(self.agreement.ranks) > 1
-        digests = digests_of(entries.held, self.agreement.rank) if several else {}
+        digests = digests_of(entries.local, self.agreement.rank) if several else {}
         return [specs_to_text(entries.specs()), sizes, entries.keys, self.request, digests]
 
     def _check_entries(self, specs: Mapping[str, TensorSpec]) -> None:
@@ -202,47 +198,30 @@ class _Saving:
                 "is it the right one?"
             )
 
-    def _planned(
-        self, given: Mapping[str, TensorSpec], keys: Mapping[str, tuple[str | int, ...]]
-    ) -> SavePlan:
-        """All files and the place of every box in them."""
-        main = main_mesh(given)
-        specs = {
-            name: replace(spec, layout=on_mesh(spec.layout, main))
-            for name, spec in sorted(given.items())
-        }
-        owned = owners_of(specs)
-        wanted = {
-            name: Wanted(spec.shape, spec.dtype, spec.layout, owned[name])
-            for name, spec in specs.items()
-        }
-        if self.request["format"] == "distcp":
-            objects = [StoredObject(name, 0, 0, size) for name, (_, size) in self.others.items()]
-            output = distcp(wanted, objects, keys)
-        else:
-            output = sharded(wanted, {}, None if main is None else str(main.mesh))
-        writers = writers_of(output, owned, self.agreement.ranks[0])
-        holders = {name: rank for name, (rank, _) in self.others.items()}
-        return SavePlan(specs, owned, output, writers, holders)
-
     def write(self) -> list[int]:
         """Write and publish all files; the bytes that each rank wrote."""
-        run, run_on_first, guarded = self.agreement.run, self.agreement.run_on_first, self._guarded
-        with self._entered():
-            token = run_on_first(guarded(self._prepare))
-            try:
-                run(lambda: self._check_seen(token))
-                while any(run(guarded(self._step)).values()):
+        self._run_on_first(self._enter)
+        try:
+            token = self._run_on_first(self._prepare)
+            with closing(self._target):
+                self._run(lambda: self._check_seen(token))
+                while any(self._run(self._step).values()):
                     pass
-                written = run(guarded(self._write_sums))
-                run_on_first(guarded(self._seal))
-            finally:
-                self._target.close()
-            self.kept = tuple(run_on_first(guarded(self._publish)))
+                written = self._run(self._write_sums)
+                self._run_on_first(self._seal)
+            self.kept = tuple(self._run_on_first(self._publish))
+        except BaseException:
+            if self.agreement.is_first:
+                with suppress(OSError):  # the first error is the one to report
+                    if not self.place.recover():
+                        self.place.discard()
+            raise
+        finally:
+            self.place.leave()
         return [*written.values()]
 
-    def _guarded(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """The step, with a TargetError instead of any error of the file system."""
+    def _run(self, step: Callable[[], Any]) -> dict[int, Any]:
+        """Run a step on all ranks, with a TargetError instead of an error of the file system."""
 
         def attempt() -> Any:
             try:
@@ -256,22 +235,11 @@ class _Saving:
                     "this process write there?"
                 ) from error
 
-        return attempt
+        return self.agreement.run(attempt)
 
-    @contextmanager
-    def _entered(self) -> Iterator[None]:
-        """Hold the folder of the output on the first rank; remove it after a failure."""
-        self.agreement.run_on_first(self._guarded(self._enter))
-        try:
-            yield
-        except BaseException:
-            if self.agreement.is_first:
-                with suppress(OSError):  # the first error is the one to report
-                    if not self.place.recover():
-                        self.place.discard()
-            raise
-        finally:
-            self.place.leave()
+    def _run_on_first(self, step: Callable[[], Any]) -> Any:
+        first = self.agreement.ranks[0]
+        return self._run(lambda: step() if self.agreement.is_first else None)[first]
 
     def _enter(self) -> None:
         place, overwrite = self.place, self.request["overwrite"]
@@ -279,13 +247,13 @@ class _Saving:
         place.check_target(overwrite, self._paths)
         place.enter()
         try:
-            found = place.request()
-            if found is not None and not found.get("saved"):
+            unfinished = place.request()
+            if unfinished is not None and not unfinished.get("saved"):
                 raise TargetError(
                     f"an unfinished conversion to {place.target} exists: finish it with reshard "
                     f"convert --resume, or remove {place.folder}"
                 )
-            if found is not None:  # left by a save that was killed: nothing of it can be used
+            if unfinished is not None:  # left by a save that was killed, and of no use
                 place.discard()
                 place.enter()
             place.check_target(overwrite, self._paths)
@@ -319,16 +287,15 @@ class _Saving:
 
     def _step(self) -> bool:
         try:
-            return self._writer.step(self._target)
+            return next(self._steps)
         except UnfinishedError as error:
             raise TargetError(f"{str(error).rpartition(';')[0]}; nothing was published") from None
 
     def _write_sums(self) -> int:
         """Write the checksums of this rank for the first one; returns the bytes written."""
-        done = self._writer.done
-        data = json.dumps(done.to_record()).encode()
+        data = json.dumps(self._done.to_record()).encode()
         replace_file(self.place.folder / f"sums.{self.agreement.rank}", data)
-        return done.num_bytes
+        return self._done.num_bytes
 
     def _seal(self) -> None:
         """Check the sizes of all files, and write their checksums."""
@@ -358,16 +325,13 @@ def _check_present(
     boxes = RankBoxes()
     for name, spec in specs.items():
         absent = [rank for rank in spec.layout.ranks if name not in answers.get(rank, ())]
-        held = boxes.of(spec.layout, spec.shape) if absent else {}
-        for rank in absent:
-            if rank in held:
-                takes_part = (
-                    "has no tensor" if rank in answers else "does not save, but has a part of"
-                )
-                raise DisagreementError(
-                    f"rank {rank} {takes_part} {quoted(name)}, which is sharded over it "
-                    f"({quoted(spec.layout)}): give it on all {len(held)} ranks that hold it"
-                )
+        holders = boxes.of(spec.layout, spec.shape) if absent else {}
+        for rank in holders.keys() & absent:
+            lacks = "has no tensor" if rank in answers else "does not save, but has a part of"
+            raise DisagreementError(
+                f"rank {rank} {lacks} {quoted(name)}, which is sharded over it "
+                f"({quoted(spec.layout)}): give it on all {len(holders)} ranks that hold it"
+            )
 
 
 def _bytes(name: str, value: Any) -> bytes:

@@ -25,7 +25,8 @@ from __future__ import annotations
 from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -33,11 +34,11 @@ import torch
 
 from reshard.checkpoint.catalog import StoredTensor
 from reshard.checkpoint.integrity import digest
-from reshard.checkpoint.integrity.crcs import Crcs, Part
+from reshard.checkpoint.integrity.crcs import Part
 from reshard.checkpoint.live.direct_reads import ReadRequest
-from reshard.checkpoint.live.entries import Held, RankBoxes, View, part_of
+from reshard.checkpoint.live.entries import RankBoxes, RankTensor, View, part_of
 from reshard.checkpoint.piece_table import slabs
-from reshard.checkpoint.transfer.packing import Pack
+from reshard.checkpoint.transfer.packing import Pack, batches
 from reshard.checkpoint.transfer.windows import (
     Buffers,
     Source,
@@ -99,38 +100,35 @@ class Limits:
 class Share:
     """A window, and the boxes of it that each rank reads, in the order of its buffer."""
 
-    name: str
+    request: ReadRequest
     window: Box
-    boxes: Mapping[int, Sequence[Box]]
+    is_last: bool
+    """Whether it is the last window of its tensor."""
+    boxes: Mapping[int, Sequence[Box]] = field(default_factory=dict)
 
+    @property
+    def name(self) -> str:
+        return self.request.transfer.name
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Shares that are read and then scattered at a time."""
-
-    shares: tuple[Share, ...]
-    finished: tuple[str, ...]
-    """Tensors whose last window is in this batch."""
+    @property
+    def num_bytes(self) -> int:
+        return self.window.size * itemsize(self.request.transfer.have)
 
 
 def batches_of(
     requests: Mapping[str, ReadRequest], ranks: Sequence[int], limits: Limits
-) -> Iterator[Batch]:
-    """All requests in batches, in the order in which they are stored."""
-    windows: list[tuple[str, Box]] = []
-    finished: list[str] = []
-    total = 0
-    for name in sorted(requests, key=lambda name: _place(requests[name])):
-        size = itemsize(requests[name].transfer.have)
-        for window in requests[name].windows(limits.batch):
-            if windows and total + window.size * size > limits.batch:
-                yield Batch(_shares(windows, total, requests, ranks, limits), tuple(finished))
-                windows, finished, total = [], [], 0
-            windows.append((name, window))
-            total += window.size * size
-        finished.append(name)
-    if windows or finished:
-        yield Batch(_shares(windows, total, requests, ranks, limits), tuple(finished))
+) -> Iterator[list[Share]]:
+    """The windows of all requests in batches, in the order of the files."""
+    for windows in batches(_windows(requests, limits), attrgetter("num_bytes"), limits.batch):
+        yield [*_shares(windows, ranks, limits)]
+
+
+def _windows(requests: Mapping[str, ReadRequest], limits: Limits) -> Iterator[Share]:
+    for request in sorted(requests.values(), key=_place):
+        origin = (0,) * len(request.transfer.shape)
+        windows = [*request.windows(limits.batch)] or [Box(origin, origin)]
+        for number, window in enumerate(windows, 1):
+            yield Share(request, window, number == len(windows))
 
 
 def _place(request: ReadRequest) -> tuple[int, int, str]:
@@ -141,25 +139,18 @@ def _place(request: ReadRequest) -> tuple[int, int, str]:
     return int(source.files[first]), int(source.offsets[first]), request.transfer.name
 
 
-def _shares(
-    windows: Sequence[tuple[str, Box]],
-    total: int,
-    requests: Mapping[str, ReadRequest],
-    ranks: Sequence[int],
-    limits: Limits,
-) -> tuple[Share, ...]:
+def _shares(windows: Sequence[Share], ranks: Sequence[int], limits: Limits) -> Iterator[Share]:
+    total = sum(window.num_bytes for window in windows)
     limit = min(limits.cell, max(total // len(ranks) // 8, SMALLEST_CELL))
     fair = min(total / len(ranks) * (1 + SLACK), limits.share - limits.cell)
     readers = LeastLoaded(ranks)
-    shares = []
-    for name, window in windows:
-        size = itemsize(requests[name].transfer.have)
+    for share in windows:
+        size = itemsize(share.request.transfer.have)
         boxes: dict[int, list[Box]] = {}
-        for box, candidates in _cells(requests[name], window, limit):
+        for box, candidates in _cells(share.request, share.window, limit):
             reader = readers.choose(candidates.tolist(), box.size * size, fair)
             boxes.setdefault(reader, []).append(box)
-        shares.append(Share(name, window, boxes))
-    return tuple(shares)
+        yield replace(share, boxes=boxes)
 
 
 def _cells(request: ReadRequest, window: Box, limit: int) -> Iterator[tuple[Box, Ints]]:
@@ -188,19 +179,6 @@ def _cells(request: ReadRequest, window: Box, limit: int) -> Iterator[tuple[Box,
             yield from ((slab, ranks) for slab in slabs(box, max(limit // size, 1)))
 
 
-@dataclass(frozen=True, slots=True)
-class ShareData:
-    """What a rank has read of a window: its boxes, flattened and concatenated."""
-
-    share: Share
-    boxes: tuple[Box, ...]
-    local: torch.Tensor
-
-    def parts(self) -> list[View]:
-        parts = torch.split(self.local, [box.size for box in self.boxes])
-        return [(box, part.view(box.shape)) for box, part in zip(self.boxes, parts, strict=True)]
-
-
 class SharedReads:
     """Reads this rank's share of what several ranks need, and moves it into the tensors of all."""
 
@@ -210,45 +188,54 @@ class SharedReads:
         requests: Mapping[str, ReadRequest],
         digests: Mapping[str, str],
         agreement: Agreement,
-        held: Mapping[str, Held],
+        local: Mapping[str, RankTensor],
         memory: int,
     ) -> None:
-        self._source, self._requests, self._digests = source, requests, digests
+        self._source, self._digests = source, digests
         self._agreement, self._memory = agreement, memory
         self._reads = SourceReads(source)
         self._boxes = RankBoxes()
+        self._data: list[torch.Tensor] = []
+        """What this rank has read of each window of a batch: its boxes, flattened and joined."""
         self.bytes_moved = 0
         self.views: Mapping[str, Sequence[View]] = {
-            name: self._boxes.views(held[name], agreement.rank) for name in requests if name in held
+            name: self._boxes.views(local[name], agreement.rank)
+            for name in requests
+            if name in local
         }
 
-    def read(self, batch: Batch) -> tuple[list[ShareData], dict[str, int]]:
-        """This rank's share of a batch, and what it adds to the digest value of each tensor."""
-        found = []
-        for share in batch.shares:
-            if boxes := tuple(share.boxes.get(self._agreement.rank, ())):
-                kind: torch.dtype = getattr(torch, self._requests[share.name].transfer.have)
-                local = torch.empty(sum(box.size for box in boxes), dtype=kind, device="cpu")
-                found.append(ShareData(share, boxes, local))
-        tasks = [(one, box, part) for one in found for box, part in one.parts()]
+    def read(self, batch: Sequence[Share]) -> dict[str, int]:
+        """Read this rank's share of a batch; what it adds to the digest value of each tensor."""
+        self._data = []
+        for share in batch:
+            size = sum(box.size for box in share.boxes.get(self._agreement.rank, ()))
+            dtype: torch.dtype = getattr(torch, share.request.transfer.have)
+            self._data.append(torch.empty(size, dtype=dtype, device="cpu"))
+        tasks = [(share, *part) for share, parts in self._parts(batch) for part in parts]
         workers = LOCAL_WORKERS if self._source.storage.is_local else REMOTE_WORKERS
         values = Counter[str]()
         done = in_order(self._read, tasks, workers, lambda: np.empty(SCRATCH, dtype=np.uint8))
-        for (one, box, _), array in done:
-            name = one.share.name
-            if name in self._digests:
-                transfer = self._requests[name].transfer
-                values[name] += digest.part(array, box, transfer.shape, transfer.have)
-        return found, values
+        for (share, box, _), array in done:
+            transfer = share.request.transfer
+            if share.name in self._digests:
+                values[share.name] += digest.part(array, box, transfer.shape, transfer.have)
+        return values
+
+    def _parts(self, batch: Sequence[Share]) -> Iterator[tuple[Share, list[View]]]:
+        """What this rank has read of each window: its boxes, and the elements of each."""
+        for share, data in zip(batch, self._data, strict=True):
+            boxes = share.boxes.get(self._agreement.rank, ())
+            parts = torch.split(data, [box.size for box in boxes]) if boxes else ()
+            yield share, [(box, p.view(box.shape)) for box, p in zip(boxes, parts, strict=True)]
 
     def crc_parts(self) -> list[Part]:
         """The CRC-32 of everything that was read since the last call."""
         parts, self._reads.crcs = self._reads.crcs, []
         return parts
 
-    def _read(self, task: tuple[ShareData, Box, torch.Tensor], scratch: Array) -> Array:
-        one, box, part = task
-        transfer = self._requests[one.share.name].transfer
+    def _read(self, task: tuple[Share, Box, torch.Tensor], scratch: Array) -> Array:
+        share, box, part = task
+        transfer = share.request.transfer
         window = part.reshape(-1).view(torch.uint8).numpy()
         place = Buffers(len(scratch), window, scratch, window)
         array = fill(transfer, box, place, self._reads)
@@ -258,26 +245,24 @@ class SharedReads:
                 compare(transfer, some, inner, place, self._reads)
         return array
 
-    def move(self, batch: Batch, read: Sequence[ShareData]) -> None:
-        """Write a batch into the tensors of all ranks."""
+    def move(self, batch: Sequence[Share]) -> None:
+        """Write a batch that was read into the tensors of all ranks."""
         if len(self._agreement.ranks) == 1:
-            for one in read:
-                _copy(one.parts(), self.views.get(one.share.name, ()))
+            for share, parts in self._parts(batch):
+                _copy(parts, self.views.get(share.name, ()))
             return
         have: dict[str, TensorSpec] = {}
         want: dict[str, TensorSpec] = {}
-        given: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         into: dict[str, torch.Tensor] = {}
-        mine = {(one.share.name, one.share.window): one for one in read}
-        for share in batch.shares:
+        for share, data in zip(batch, self._data, strict=True):
             source = self._readers(share, is_first=not have)
-            here = mine.get((share.name, share.window))
+            boxes = share.boxes.get(self._agreement.rank, ())
             for number, destination in self._destinations(share):
                 name = f"{share.name} {share.window}" + f" part {number}" * (number > 0)
                 have[name], want[name] = source, destination
-                if here is not None:  # in the shape of a local tensor with a layout of boxes
-                    is_one = len(here.boxes) == 1
-                    given[name] = here.local.view(here.boxes[0].shape) if is_one else here.local
+                if boxes:  # in the shape of a local tensor with a layout of boxes
+                    tensors[name] = data.view(boxes[0].shape) if len(boxes) == 1 else data
                 views = self.views.get(share.name, [])[number : number + 1]
                 if views and (views[0][0] & share.window).size:
                     into[name] = part_of(views[0], share.window)
@@ -285,11 +270,11 @@ class SharedReads:
             scatter = plan(have, want, memory=self._memory)
             self.bytes_moved += scatter.summary().wire_bytes
             group, timeout = self._agreement.group, self._agreement.timeout
-            scatter.run(given, into=into, group=group, timeout=timeout, progress=False, sync=True)
+            scatter.run(tensors, into=into, group=group, timeout=timeout, progress=False, sync=True)
 
     def _readers(self, share: Share, is_first: bool) -> TensorSpec:
         """The boxes that ranks have read; the first tensor lists all ranks: each move has these."""
-        transfer = self._requests[share.name].transfer
+        transfer = share.request.transfer
         ranks = self._agreement.ranks if is_first else share.boxes
         boxes = {rank: share.boxes.get(rank, ()) for rank in ranks}
         return TensorSpec(transfer.shape, transfer.have, Layout.from_boxes(transfer.shape, boxes))
@@ -299,39 +284,20 @@ class SharedReads:
 
         A rank has at most one box in each, so that the box is a view of its tensor.
         """
-        request = self._requests[share.name]
-        shape, dtype = request.transfer.shape, request.transfer.want
+        layout, transfer = share.request.layout, share.request.transfer
+        shape, dtype = transfer.shape, transfer.want
         inside = {
             rank: [box & share.window for box in boxes]
-            for rank, boxes in self._boxes.of(request.layout, shape).items()
+            for rank, boxes in self._boxes.of(layout, shape).items()
         }
         for number in range(max(map(len, inside.values()), default=0)):
             boxes = {
-                rank: (held[number],)
-                for rank, held in inside.items()
-                if number < len(held) and held[number].size
+                rank: (parts[number],)
+                for rank, parts in inside.items()
+                if number < len(parts) and parts[number].size
             }
             if boxes:
                 yield number, TensorSpec(shape, dtype, Layout.from_boxes(shape, boxes))
-
-
-class CrcRecords:
-    """The CRC-32 records of a load: each is compared when the last tensor in it has been read."""
-
-    def __init__(self, crcs: Crcs, requests: Mapping[str, ReadRequest]) -> None:
-        self.crcs = crcs
-        self._of: dict[str, set[int]] = {}
-        for name, request in requests.items() if len(crcs) else ():
-            transfer, found = request.transfer, self._of.setdefault(name, set())
-            for piece in (*transfer.source.pieces(), *transfer.replicas.pieces()):
-                found.update(crcs.touching(piece.file, *piece.span(transfer.have)))
-        self._left = Counter(which for some in self._of.values() for which in some)
-
-    def finished(self, names: Iterable[str]) -> list[int]:
-        """The records that are complete now that these tensors have been read."""
-        found = Counter(which for name in names for which in self._of.get(name, ()))
-        self._left.subtract(found)
-        return sorted(which for which in found if not self._left[which])
 
 
 def are_small(requests: Mapping[str, ReadRequest]) -> bool:
@@ -356,7 +322,6 @@ def read_small(requests: Mapping[str, ReadRequest], source: Source) -> str:
 def copy_small(
     requests: Mapping[str, ReadRequest], text: str, views: Mapping[str, Sequence[View]]
 ) -> None:
-    """Copy small tensors from their text into this rank's tensors."""
     data = torch.frombuffer(bytearray(b64decode(text)) or bytearray(1), dtype=torch.uint8)
     at = 0
     for name, request in requests.items():

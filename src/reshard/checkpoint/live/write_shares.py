@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from reshard.checkpoint.catalog import StoredObject, StoredPiece
+from reshard.checkpoint.formats.distcp_writer import distcp
+from reshard.checkpoint.formats.safetensors.writer import sharded
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import checksum
-from reshard.checkpoint.live.entries import Held, RankBoxes, View, bytes_of, part_of
+from reshard.checkpoint.live.entries import RankBoxes, RankTensor, View, bytes_of, part_of
 from reshard.checkpoint.output import Output, OwnedBox, Wanted, owned_boxes
 from reshard.checkpoint.piece_table import slabs
 from reshard.checkpoint.storage.output_files import OutputFiles
@@ -27,6 +31,7 @@ from reshard.errors import DisagreementError
 from reshard.layout.box import Box
 from reshard.layout.boxlist import listed_of
 from reshard.layout.layout import BoxLayout, Layout
+from reshard.layout.mesh import Mesh
 from reshard.layout.spec import TensorSpec
 from reshard.planning.sharing import LeastLoaded
 from reshard.tensors.local import whole_on
@@ -36,7 +41,7 @@ WORKERS = 2
 WINDOW = 8 << 20
 """Bytes that are written at once."""
 STEP = 1 << 30
-"""Bytes after which the ranks agree, so that none waits long without a sign of the others."""
+"""Bytes after which the ranks agree, so that heartbeats arrive in time."""
 COMPARED = 4 << 20
 """The most bytes of a plain tensor that are all compared between ranks."""
 SAMPLED = 1 << 16
@@ -45,30 +50,30 @@ SAMPLED = 1 << 16
 _CELLS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-def digests_of(held: Mapping[str, Held], rank: int) -> dict[str, str]:
+def digests_of(local: Mapping[str, RankTensor], rank: int) -> dict[str, str]:
     """A digest of every plain tensor of this rank: other ranks may hold it too.
 
     Of a large tensor it is that of evenly spaced elements. In data parallel jobs without sharding
     every rank holds the whole model: to read all of it would take every rank longer than to write
     its share.
     """
-    plain, found = whole_on((rank,)), {}
-    for name, one in held.items():
-        if one.spec.layout == plain:
-            [tensor] = one.parts
+    plain, digests = whole_on((rank,)), {}
+    for name, (spec, parts) in local.items():
+        if spec.layout == plain:
+            [tensor] = parts
             cells, last = tensor.view(_CELLS[tensor.element_size()]), tensor.numel() - 1
             if tensor.nbytes > COMPARED:
                 spaced = torch.arange(SAMPLED, device=tensor.device) * last // (SAMPLED - 1)
                 cells = cells[torch.unravel_index(spaced, tensor.shape)]
-            found[name] = checksum(bytes_of(cells.contiguous().cpu())).hex()
-    return found
+            digests[name] = checksum(bytes_of(cells.contiguous().cpu())).hex()
+    return digests
 
 
 def check_copies(digests: Mapping[int, Mapping[str, str]]) -> None:
     """Refuse a plain tensor that differs between ranks: the checkpoint has room for one copy."""
     first: dict[str, tuple[int, str]] = {}
-    for rank, found in digests.items():
-        for name, value in found.items():
+    for rank, values in digests.items():
+        for name, value in values.items():
             holder, expected = first.setdefault(name, (rank, value))
             if value != expected:
                 raise DisagreementError(
@@ -110,25 +115,6 @@ def owners_of(specs: Mapping[str, TensorSpec]) -> dict[str, list[OwnedBox]]:
     return owned
 
 
-def main_mesh(specs: Mapping[str, TensorSpec]) -> Layout | None:
-    """A layout on the mesh that most bytes are sharded over, which the files record."""
-    found, layouts = Counter[str](), dict[str, Layout]()
-    for spec in specs.values():
-        if not isinstance(spec.layout, BoxLayout):
-            mesh = str(spec.layout.mesh)
-            layouts.setdefault(mesh, spec.layout)
-            found[mesh] += spec.num_bytes
-    return layouts[found.most_common(1)[0][0]] if found else None
-
-
-def on_mesh(layout: Layout, main: Layout | None) -> Layout:
-    """The layout on the main mesh, if it is whole on all ranks of it; else unchanged."""
-    if main is None or layout.mesh == main.mesh or isinstance(layout, BoxLayout):
-        return layout
-    same = sorted(layout.ranks) == sorted(main.ranks)
-    return Layout(main.mesh, "...") if same and str(layout) == "..." else layout
-
-
 @dataclass(frozen=True, slots=True)
 class SavePlan:
     """What is to be saved, equal on all ranks."""
@@ -136,10 +122,59 @@ class SavePlan:
     specs: Mapping[str, TensorSpec]
     owned: Mapping[str, Sequence[OwnedBox]]
     output: Output
-    writers: Mapping[int, int]
-    """The rank that writes the header and other known bytes of each file."""
-    objects: Mapping[str, int]
-    """The rank that writes each entry that is not a tensor."""
+    others: Mapping[str, tuple[int, int]]
+    """The rank that writes each entry that is not a tensor, and its size."""
+    first: int
+    """The rank that writes files without a box."""
+
+    def pieces(self) -> Iterator[tuple[str, StoredPiece, int]]:
+        """All pieces of tensors in the output, each with the rank that writes it."""
+        for name, tensor in self.output.tensors.items():
+            ranks = {start: rank for start, _, rank in self.owned[name]}
+            yield from ((name, piece, ranks[piece.box.start]) for piece in tensor.pieces)
+
+
+def plan_save(
+    specs: Mapping[str, TensorSpec],
+    others: Mapping[str, tuple[int, int]],
+    keys: Mapping[str, tuple[str | int, ...]],
+    format: str,
+    first: int,
+) -> SavePlan:
+    """All files, and the place of every box in them."""
+    mesh = _main_mesh(specs)
+    specs = {
+        name: replace(spec, layout=_on_mesh(spec.layout, mesh))
+        for name, spec in sorted(specs.items())
+    }
+    owned = owners_of(specs)
+    wanted = {
+        name: Wanted(spec.shape, spec.dtype, spec.layout, owned[name])
+        for name, spec in specs.items()
+    }
+    if format == "distcp":
+        objects = [StoredObject(name, 0, 0, size) for name, (_, size) in others.items()]
+        output = distcp(wanted, objects, keys)
+    else:
+        output = sharded(wanted, {}, None if mesh is None else str(mesh))
+    return SavePlan(specs, owned, output, others, first)
+
+
+def _main_mesh(specs: Mapping[str, TensorSpec]) -> Mesh | None:
+    """The mesh that most bytes are sharded over, which the files record."""
+    num_bytes = Counter[Mesh]()
+    for spec in specs.values():
+        if not isinstance(spec.layout, BoxLayout):
+            num_bytes[spec.layout.mesh] += spec.num_bytes
+    return num_bytes.most_common(1)[0][0] if num_bytes else None
+
+
+def _on_mesh(layout: Layout, mesh: Mesh | None) -> Layout:
+    """The layout on this mesh, if it is whole on all ranks of it; else unchanged."""
+    if mesh is None or isinstance(layout, BoxLayout) or str(layout) != "...":
+        return layout
+    is_whole = layout.mesh != mesh and sorted(layout.ranks) == sorted(mesh.ranks)
+    return Layout(mesh, "...") if is_whole else layout
 
 
 class _Write(NamedTuple):
@@ -152,79 +187,63 @@ class _Write(NamedTuple):
     view: View
 
 
-class Writer:
-    """Writes the share of one rank, in steps."""
+def write_share(
+    plan: SavePlan,
+    target: OutputFiles,
+    local: Mapping[str, RankTensor],
+    objects: Mapping[str, bytes],
+    done: Done,
+    checksums: bool,
+) -> Iterator[bool]:
+    """Write the share of one rank in steps, each of which ends on disk; whether it wrote a box.
 
-    def __init__(
-        self,
-        plan: SavePlan,
-        held: Mapping[str, Held],
-        objects: Mapping[str, bytes],
-        rank: int,
-        checksums: bool,
-    ) -> None:
-        self._plan, self._checksums = plan, checksums
-        self._known = [
-            (literal.file, literal.offset, literal.data)
-            for literal in plan.output.all_literals()
-            if plan.writers[literal.file] == rank
-        ] + [
-            (copy.file, copy.offset, objects[copy.source.name])
-            for copy in plan.output.objects
-            if plan.objects[copy.source.name] == rank
-        ]
-        self._left = _writes(plan, held, rank)
-        self._numbers = {name: number for number, name in enumerate(plan.specs)}
-        self.done = Done(rank)
-        """What was written; the parts of digests are by number of the tensor."""
+    ``done`` has the number of the rank, and collects what was written; the parts of digests are by
+    number of the tensor.
+    """
+    writers = dict.fromkeys(range(len(plan.output.files)), plan.first)
+    writers |= {piece.file: writer for _, piece, writer in plan.pieces()}
+    numbers = {name: number for number, name in enumerate(plan.specs)}
 
-    def step(self, target: OutputFiles) -> bool:
-        """Write the next part and put it on disk; whether there was one."""
-        touched = {file for file, _, _ in self._known}
-        for file, offset, data in self._known:  # all of it in the first step
-            self.done.write(target, file, offset, memoryview(data), self._checksums)
-        self._known = []
+    def write(task: _Write, _: None) -> tuple[Done, Any]:
+        part = part_of(task.view, task.box)
+        data, written = bytes_of(part.contiguous().cpu()), Done(done.number)
+        written.write(target, task.file, task.offset, data.data, checksums)
+        return written, data.view(f"V{part.element_size()}").reshape(task.box.shape)
 
-        def write(task: _Write, _: None) -> tuple[Done, Any]:
-            part = part_of(task.view, task.box)
-            data, done = bytes_of(part.contiguous().cpu()), Done(self.done.number)
-            done.write(target, task.file, task.offset, data.data, self._checksums)
-            return done, data.view(f"V{part.element_size()}").reshape(task.box.shape)
-
-        tasks = list(islice(self._left, max(STEP // WINDOW, 1)))
-        for task, (done, array) in in_order(write, tasks, WORKERS):
-            self.done.sums += done.sums
-            self.done.num_bytes += done.num_bytes
-            if self._checksums:
-                spec, number = self._plan.specs[task.name], self._numbers[task.name]
-                self.done.parts[number] += digest.part(array, task.box, spec.shape, spec.dtype)
-        for file in sorted(touched.union(task.file for task in tasks)):
+    touched = set[int]()
+    for literal in plan.output.all_literals():
+        if writers[literal.file] == done.number:
+            done.write(target, literal.file, literal.offset, memoryview(literal.data), checksums)
+            touched.add(literal.file)
+    for copy in plan.output.objects:
+        name = copy.source.name
+        if plan.others[name][0] == done.number:
+            done.write(target, copy.file, copy.offset, memoryview(objects[name]), checksums)
+            touched.add(copy.file)
+    tasks = _writes(plan, local, done.number)
+    while True:
+        some = [*islice(tasks, max(STEP // WINDOW, 1))]
+        for task, (written, array) in in_order(write, some, WORKERS):
+            done.sums += written.sums
+            done.num_bytes += written.num_bytes
+            if checksums:
+                spec = plan.specs[task.name]
+                part = digest.part(array, task.box, spec.shape, spec.dtype)
+                done.parts[numbers[task.name]] += part
+        for file in sorted(touched.union(task.file for task in some)):
             target.sync_file(file)
-        return bool(tasks)
+        touched = set()
+        yield bool(some)
 
 
-def _writes(plan: SavePlan, held: Mapping[str, Held], rank: int) -> Iterator[_Write]:
+def _writes(plan: SavePlan, local: Mapping[str, RankTensor], rank: int) -> Iterator[_Write]:
     """The boxes that a rank writes, in windows."""
-    rank_boxes = RankBoxes()
-    for name, tensor in plan.output.tensors.items():
-        mine = {start for start, _, writer in plan.owned[name] if writer == rank}
-        views = rank_boxes.views(held[name], rank) if mine else []
-        size = itemsize(tensor.dtype)
-        for piece in tensor.pieces:
-            at, whole = piece.offset, piece.box
-            for box in slabs(whole, WINDOW // size) if whole.start in mine else ():
-                view = next(view for view in views if whole in view[0])
+    boxes = RankBoxes()
+    views_of = lru_cache(maxsize=1)(lambda name: boxes.views(local[name], rank))
+    for name, piece, writer in plan.pieces():
+        if writer == rank:
+            at, size = piece.offset, itemsize(plan.specs[name].dtype)
+            for box in slabs(piece.box, WINDOW // size):
+                view = next(view for view in views_of(name) if box in view[0])
                 yield _Write(piece.file, at, name, box, view)
                 at += box.size * size
-
-
-def writers_of(
-    output: Output, owned: Mapping[str, Sequence[OwnedBox]], first: int
-) -> dict[int, int]:
-    """The rank that writes each file: that of its boxes, or the first one."""
-    found = dict.fromkeys(range(len(output.files)), first)
-    for name, tensor in output.tensors.items():
-        by_start = {start: rank for start, _, rank in owned[name]}
-        for piece in tensor.pieces:
-            found[piece.file] = by_start[piece.box.start]
-    return found
