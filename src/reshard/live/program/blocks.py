@@ -28,6 +28,7 @@ import numpy as np
 from reshard.dtypes import itemsize
 from reshard.errors import PlanError
 from reshard.layout.box import Interval, length_of, row_major
+from reshard.layout.boxlist import flat_boxes
 from reshard.layout.columns import Ints, spread
 from reshard.layout.layout import BoxLayout, Layout
 
@@ -46,40 +47,9 @@ def blocks_of(cell_width: Ints, num_tensors: int, start: Ints, stop: Ints) -> tu
     [[0, 0], [0, 1], [[1, 1], [0, 0]], [[1, 2], [2, 3]]]
     """
     stacked = np.insert(cell_width, 0, num_tensors, axis=1)
-    row, low, width = _flat_boxes(stacked, start, stop)
+    row, low, width = flat_boxes(stacked, start, stop)
     old, tensor = spread(low[:, 0], width[:, 0])
     return row[old], tensor, low[old, 1:], width[old, 1:]
-
-
-def _flat_boxes(shapes: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
-    """Ranges of flattened boxes as boxes: the range each is of, its start and its width.
-
-    Dim by dim: what covers whole indices is a box; a ragged head and a ragged tail are ranges of
-    one index, which the next dim divides further.
-    """
-    row, low, at = np.arange(len(start)), np.zeros_like(shapes), np.zeros_like(start)
-    done: list[tuple[Ints, Ints, Ints, Ints]] = []
-    for dim in range(shapes.shape[1]):
-        inner = np.prod(shapes[:, dim + 1 :], axis=1, dtype=np.int64)[row]
-        first, last = start // inner, (stop - 1) // inner
-        body_from, body_to = -(-start // inner), stop // inner
-        body = np.flatnonzero(body_from < body_to)
-        box, width = low[body], shapes[row[body]]
-        box[:, dim] = body_from[body]
-        width[:, :dim] = 1
-        width[:, dim] = (body_to - body_from)[body]
-        done.append((row[body], (at + body_from * inner)[body], box, width))
-        ragged = start % inner != 0
-        head = np.flatnonzero(ragged)
-        tail = np.flatnonzero((stop % inner != 0) & ((first < last) | ~ragged))
-        rest, index = np.concatenate([head, tail]), np.concatenate([first[head], last[tail]])
-        inner, skipped = inner[rest], index * inner[rest]
-        start, stop = np.maximum(start[rest] - skipped, 0), np.minimum(stop[rest] - skipped, inner)
-        row, low, at = row[rest], low[rest], at[rest] + skipped
-        low[:, dim] = index
-    row, at, low, width = (np.concatenate(columns) for columns in zip(*done, strict=True))
-    order = np.lexsort((at, row))
-    return row[order], low[order], width[order]
 
 
 FindOffsets = Callable[[Ints], tuple[Ints, Ints]]
