@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     from reshard.planning.plans import Plan
 
-    Arrays = Mapping[int, Mapping[str, np.ndarray[Any, Any]]]
+    Array = np.ndarray[Any, Any]
+    Arrays = Mapping[int, Mapping[str, Array]]
 
 
 NUM_CALLS = 2
@@ -49,47 +50,25 @@ the rank that serves a store ends before the others."""
 class LiveRun:
     """What the plan of a move states, and what it did between processes."""
 
-    stated_wire_bytes: int
-    stated_messages: int
-    reports: tuple[tuple[RunReport, ...], ...]
-    """The reports of all ranks, call by call."""
+    stated: tuple[int, int]
+    """Bytes and messages, as are those that happened."""
+    happened: tuple[int, int]
     equal: bool
+    """Whether all arrays are those that were expected."""
+    seconds: list[float]
+    """How long each call took, on the slowest rank."""
     start_seconds: float
+    reports: list[tuple[RunReport, ...]]
+    """The reports of all ranks, call by call."""
 
     @property
     def wire_bytes(self) -> int:
-        return sum(report.bytes_sent for report in self.reports[-1])
-
-    @property
-    def messages(self) -> int:
-        return sum(report.messages_sent for report in self.reports[-1])
+        return self.happened[0]
 
     @property
     def holds(self) -> bool:
         """Whether everything came out as stated."""
-        counts = (self.wire_bytes, self.messages)
-        return self.equal and counts == (self.stated_wire_bytes, self.stated_messages)
-
-    @property
-    def busiest(self) -> RunReport:
-        """The report of the rank that the others waited for in the last call."""
-        return max(self.reports[-1], key=lambda report: report.packing + report.unpacking)
-
-    def seconds(self, call: int) -> float:
-        """How long a call took, on the slowest rank."""
-        return max(report.seconds for report in self.reports[call])
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "stated_wire_bytes": self.stated_wire_bytes,
-            "wire_bytes": self.wire_bytes,
-            "stated_messages": self.stated_messages,
-            "messages": self.messages,
-            "values_equal": self.equal,
-            "seconds": [self.seconds(call) for call in range(len(self.reports))],
-            "start_seconds": self.start_seconds,
-            "reports": [report.to_dict() for report in self.reports[-1]],
-        }
+        return self.equal and self.happened == self.stated
 
 
 def move_live(plan: Plan, given: Arrays, expected: Arrays) -> LiveRun:
@@ -121,11 +100,17 @@ def move_live(plan: Plan, given: Arrays, expected: Arrays) -> LiveRun:
             host.join()
         pipe.close()
         folder.cleanup()
-    reports = tuple(zip(*(answers[rank][0] for rank in plan.ranks), strict=True))
-    equal = all(equal for _, equal, _ in answers.values())
-    started = max(0.0, *(at - began for _, _, at in answers.values()))
-    stated = plan.summary()
-    return LiveRun(stated.wire_bytes, stated.num_messages, reports, equal, started)
+    reports = list(zip(*(answers[rank][0] for rank in plan.ranks), strict=True))
+    cost, last = plan.summary(), reports[-1]
+    sent = sum(report.bytes_sent for report in last), sum(report.messages_sent for report in last)
+    return LiveRun(
+        (cost.wire_bytes, cost.num_messages),
+        sent,
+        all(equal for _, equal, _ in answers.values()),
+        [max(report.seconds for report in call) for call in reports],
+        max(0.0, *(at - began for _, _, at in answers.values())),
+        reports,
+    )
 
 
 def _answer(pipe: Connection, host: int) -> tuple[int, tuple[list[RunReport], bool, float]]:
@@ -148,25 +133,22 @@ def _host(pipe: Connection, address: str, plan: Plan, given: Arrays, expected: A
 
     context = multiprocessing.get_context("fork")
     lock = context.Lock()
-    ranks = [
-        context.Process(
-            target=_rank,
-            args=(rank, address, plan, given.get(rank, {}), expected.get(rank, {}), pipe, lock),
-        )
-        for rank in plan.ranks
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
+    ranks = []
+    for rank in plan.ranks:
+        arrays = given.get(rank, {}), expected.get(rank, {})
+        ranks.append(context.Process(target=_rank, args=(rank, address, plan, *arrays, pipe, lock)))
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
 
 
 def _rank(
     rank: int,
     address: str,
     plan: Plan,
-    given: Mapping[str, np.ndarray[Any, Any]],
-    expected: Mapping[str, np.ndarray[Any, Any]],
+    given: Mapping[str, Array],
+    expected: Mapping[str, Array],
     pipe: Connection,
     lock: Any,
 ) -> None:

@@ -34,12 +34,12 @@ _TIMES = re.compile(r"\d+(x\d+)+\Z", re.ASCII)
 def model_option(text: str) -> Callable[[F], F]:
     """The option --model; a shell completes the names of known models."""
 
-    def known(_: Any, __: Any, typed: str) -> list[str]:
+    def models(_: Any, __: Any, typed: str) -> list[str]:
         from reshard.rules.models import PRESETS
 
         return [name for name in PRESETS if name.startswith(typed)]
 
-    return click.option("--model", help=text, shell_complete=known)
+    return click.option("--model", help=text, shell_complete=models)
 
 
 def rules_option(name: str, text: str) -> Callable[[F], F]:
@@ -69,14 +69,14 @@ def add_manners(command: click.Command) -> None:
         "verbose": "Show log messages, and the code behind an error.",
     }
     for name, text in texts.items():
-        words, how = [f"-{name[0]}", f"--{name}"], {"is_flag": True, "expose_value": False}
-        command.params.append(click.Option(words, **how, callback=_remember, help=text))
+        names, how = [f"-{name[0]}", f"--{name}"], {"is_flag": True, "expose_value": False}
+        command.params.append(click.Option(names, **how, callback=_remember, help=text))
 
 
 def _remember(context: click.Context, option: click.Parameter, value: bool) -> None:
     """Keep a flag for all of the command, whichever side of its name it stands on."""
-    said = context.ensure_object(dict)
-    if value and option.name == "verbose" and not said.get("verbose"):
+    flags = context.ensure_object(dict)
+    if value and option.name == "verbose" and not flags.get("verbose"):
         import logging
 
         handler = logging.StreamHandler()
@@ -84,7 +84,7 @@ def _remember(context: click.Context, option: click.Parameter, value: bool) -> N
         log.setLevel(logging.DEBUG)
         context.call_on_close(lambda: log.setLevel(logging.NOTSET))
         context.call_on_close(lambda: log.removeHandler(handler))
-    said[option.name] = value or said.get(option.name, False)
+    flags[option.name] = value or flags.get(option.name, False)
 
 
 def command_of(verb: str, given: Mapping[str, str | Sequence[str] | None]) -> str:
@@ -107,25 +107,21 @@ def parse_shape(text: str) -> tuple[int, ...]:
     ((8192, 4096), ())
     """
     inside = text.strip().strip("()[]").removesuffix(",")
-    between = "x" if _TIMES.match(inside) else ","
-    words = inside.split(between) if inside.strip() else []
-    sizes = [_size(word.strip(), text) for word in words]
+    sizes: list[int] = []
+    for word in inside.split("x" if _TIMES.match(inside) else ",") if inside.strip() else ():
+        size, digits = word.strip(), word.strip().removeprefix("-")
+        if not digits.isascii() or not digits.isdigit():
+            raise NotationError(
+                f'"{size}" in shape "{text}" is not a size: expected numbers such as 8192,4096'
+            )
+        if size.startswith("-"):
+            raise LayoutError(f'size {size} in shape "{text}" is negative: sizes are >= 0')
+        if len(digits) > 18:
+            raise LayoutError(f'size {size[:20]}... in shape "{text[:60]}" is too large')
+        sizes.append(int(digits))
     if prod(size or 1 for size in sizes) > MAX_ELEMENTS:
         raise LayoutError(f'shape "{text}" has more than {MAX_ELEMENTS} elements: check the sizes')
     return tuple(sizes)
-
-
-def _size(word: str, text: str) -> int:
-    digits = word.removeprefix("-")
-    if not digits.isascii() or not digits.isdigit():
-        raise NotationError(
-            f'"{word}" in shape "{text}" is not a size: expected numbers such as 8192,4096'
-        )
-    if word.startswith("-"):
-        raise LayoutError(f'size {word} in shape "{text}" is negative: sizes are >= 0')
-    if len(digits) > 18:
-        raise LayoutError(f'size {word[:20]}... in shape "{text[:60]}" is too large')
-    return int(digits)
 
 
 def parse_side(text: str, option: str) -> Layout:
