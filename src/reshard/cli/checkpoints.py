@@ -26,8 +26,6 @@ from reshard.errors import UnfinishedError
 from reshard.text import Report
 
 if TYPE_CHECKING:
-    from reshard.checkpoint.publish.journal import Team
-    from reshard.checkpoint.transfer.windows import Progress
     from reshard.planning.names import Names
     from reshard.rules import Rules
 
@@ -114,7 +112,7 @@ def inspect(path: str, tree: bool, html: str | None, as_json: bool, **source: An
     "--timeout", default=600.0, show_default=True, help="Seconds to wait for other ranks."
 )
 @json_option
-def convert(ranks: bool, timeout: float, as_json: bool, **options: Any) -> int:
+def convert(src: str, dst: str, ranks: bool, timeout: float, as_json: bool, **options: Any) -> int:
     """Write a checkpoint for another mesh, or in another format.
 
     \b
@@ -125,13 +123,21 @@ def convert(ranks: bool, timeout: float, as_json: bool, **options: Any) -> int:
 
     DST appears when it is complete. --resume continues an interrupted conversion.
     """
+    from reshard.checkpoint.conversion.stages import convert as run
     from reshard.checkpoint.publish.journal import Team, team_of
 
     team = team_of(timeout=timeout) if ranks else Team()
     again = f"to continue: {this_command('--resume')}"
+    rules, mesh = options.pop("from_rules"), options.pop("from_mesh")
+    sides = (mesh if rules else None, None), (options["mesh"], options["fsdp"])
+    for_source, options["replicate"] = replicated(options["replicate"], sides)
+    options["layouts"] = dict(map(_layout, options["layouts"]))
+    options["names"] = names_in(options["names"])
+    options["source_rules"], options["source_mesh"] = _loaded(rules, for_source), mesh
+    options["compare_replicas"] = options.pop("compare")
     try:
         with working("convert", quiet=not team.leads) as progress:
-            report = _convert(team, progress, options)
+            report = run(src, dst, progress=progress, team=team, **options)
     except UnfinishedError as error:
         # Of ranks only the launcher knows the command that goes on.
         command = f"; {again}" if team.size == 1 else ""
@@ -143,27 +149,6 @@ def convert(ranks: bool, timeout: float, as_json: bool, **options: Any) -> int:
     if team.leads:
         print_report("convert", report, as_json)
     return 0
-
-
-def _convert(team: Team, progress: Progress | None, options: dict[str, Any]) -> Report:
-    """Convert as the options of the command line say; the rest have names of their own."""
-    from reshard.checkpoint.conversion.stages import convert as run
-
-    rules, mesh = options.pop("from_rules"), options.pop("from_mesh")
-    sides = (mesh if rules else None, None), (options["mesh"], options["fsdp"])
-    for_source, options["replicate"] = replicated(options["replicate"], sides)
-    return run(
-        options.pop("src"),
-        options.pop("dst"),
-        layouts=dict(map(_layout, options.pop("layouts"))),
-        names=names_in(options.pop("names")),
-        source_rules=_loaded(rules, for_source),
-        source_mesh=mesh,
-        compare_replicas=options.pop("compare"),
-        progress=progress,
-        team=team,
-        **options,
-    )
 
 
 def _layout(text: str) -> tuple[str, str]:

@@ -255,7 +255,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         """Limit what this process may use; it handles this request alone."""
-        _limit()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.signal(signal.SIGXCPU, _raise_timeout)
+        signal.alarm(SECONDS_TO_ASK)
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        cpu = int(used.ru_utime + used.ru_stime) + CPU_SECONDS
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + CPU_SECONDS))
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
         super().setup()
 
     def do_GET(self) -> None:
@@ -343,17 +351,5 @@ def _bounded(values: Mapping[str, str]) -> Answer:
     return Answer(dict(values), errors={"general": text})
 
 
-def _limit() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.signal(signal.SIGXCPU, _too_long)
-    signal.alarm(SECONDS_TO_ASK)
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    cpu = int(used.ru_utime + used.ru_stime) + CPU_SECONDS
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + CPU_SECONDS))
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
-
-
-def _too_long(*_: object) -> NoReturn:
+def _raise_timeout(*_: object) -> NoReturn:
     raise TimeoutError

@@ -209,30 +209,30 @@ def _print(move: Plan, rank: int | None, notes: Sequence[str]) -> None:
     from reshard.show.traffic import draw, traffic_matrix
 
     if rank is not None:
-        print(fitted("\n".join(_rank_lines(move.for_rank(rank)))))
+        lines = [line for verb in STEPS for line in _rank_lines(move.for_rank(rank), verb)]
+        print(fitted("\n".join(lines)))
         return
     noted = ["", "notes", *(f"  {note}" for note in notes)] if notes else []
     texts = fitted("\n".join([describe(move), *noted])).splitlines()
     label = max(2 * len(str(move.ranks[-1])) + 1 if len(move.ranks) > 16 else 2, 5)
     most = max(min((terminal_width() - label - 9) // (label + 2), 16), 2)
-    lines = [[Span(line, bold=line in (texts[0], "why", "notes"))] for line in texts]
-    print_lines([*lines, [], *draw(traffic_matrix(move, most))])
+    spans = [[Span(line, bold=line in (texts[0], "why", "notes"))] for line in texts]
+    print_lines([*spans, [], *draw(traffic_matrix(move, most))])
 
 
-def _rank_lines(mine: RankPlan) -> list[str]:
-    lines = []
-    for verb in STEPS:
-        steps = getattr(mine, verb)
-        lines.append(f"rank {mine.rank} {verb} {format_bytes(steps.num_bytes)}")
-        rows = [("round", "tensor", "box", "with", "bytes")]
-        shown = list(islice(iter(steps), MAX_STEPS + 1))
-        for step in shown[:MAX_STEPS]:
-            peers = {"sends": f"to {step.destination}", "receives": f"from {step.source}"}
-            what = str(step.round), shorten(step.name, 60), str(step.box)
-            rows.append((*what, peers.get(verb, ""), format_bytes(step.num_bytes)))
-        lines += [f"  {line}" for line in align(rows, right={0, 4}) if shown]
-        lines += ["  and more; --json lists all"] if len(shown) > MAX_STEPS else []
-    return lines
+def _rank_lines(mine: RankPlan, verb: str) -> Iterator[str]:
+    """What a rank sends, receives or copies, step by step."""
+    steps = getattr(mine, verb)
+    yield f"rank {mine.rank} {verb} {format_bytes(steps.num_bytes)}"
+    rows = [("round", "tensor", "box", "with", "bytes")]
+    shown = list(islice(iter(steps), MAX_STEPS + 1))
+    for step in shown[:MAX_STEPS]:
+        peers = {"sends": f"to {step.destination}", "receives": f"from {step.source}"}
+        what = str(step.round), shorten(step.name, 60), str(step.box)
+        rows.append((*what, peers.get(verb, ""), format_bytes(step.num_bytes)))
+    yield from (f"  {line}" for line in align(rows, right={0, 4}) if shown)
+    if len(shown) > MAX_STEPS:
+        yield "  and more; --json lists all"
 
 
 def _print_json(

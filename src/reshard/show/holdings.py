@@ -202,7 +202,7 @@ class Holding:
 class Holdings:
     """The first rows of a layout's table, and figures of all of them."""
 
-    rows: tuple[Holding, ...]
+    rows: Sequence[Holding]
     num_different: int
     """How many different things ranks hold."""
     num_ranks: int
@@ -229,26 +229,21 @@ def holdings(layout: Layout, shape: Sequence[int], most: int = 16) -> Holdings:
                 ranks_of.setdefault(tuple(at), []).append(rank)
     groups = [tuple(sorted(ranks)) for key, ranks in ranks_of.items() if key]
     groups = [ranks for ranks in groups if prod(layout.local_shape(ranks[0], shape))]
-    rows = tuple(_holding(layout, shape, ranks, grids is not None) for ranks in groups[:most])
+    rows = []
+    for ranks in groups[:most]:
+        first, *others = [(layout.holds(rank) or {}).items() for rank in ranks]
+        coords = {axis: at for axis, at in first if all((axis, at) in one for one in others)}
+        if grids is None:
+            pieces = layout.pieces(ranks[0], shape)
+            text = _some(pieces, lambda piece: str(piece.box), "boxes", " ")
+        else:  # a product of runs of each dim
+            dims, _ = layout.intervals(ranks[0], shape)
+            runs = [_some(dim, lambda run: f"{run[0]}:{run[1]}", "runs", "+") for dim in dims]
+            text = f"[{', '.join(runs)}]"
+        rows.append(Holding(ranks, coords, layout.local_shape(ranks[0], shape), text))
     holders = {*chain(*groups)}
     idle = tuple(rank for rank in layout.ranks if rank not in holders)
     return Holdings(rows, len(groups), len(holders), idle)
-
-
-def _holding(
-    layout: Layout, shape: tuple[int, ...], ranks: tuple[int, ...], is_grid: bool
-) -> Holding:
-    if is_grid:  # what is held is a product of runs of each dim
-        dims, _ = layout.intervals(ranks[0], shape)
-        runs = [_some(dim, lambda run: f"{run[0]}:{run[1]}", "runs", "+") for dim in dims]
-        text = f"[{', '.join(runs)}]"
-    else:
-        text = _some(layout.pieces(ranks[0], shape), lambda piece: str(piece.box), "boxes", " ")
-    coords: dict[str, int] = {}
-    if not isinstance(layout, BoxLayout):
-        first, *others = [layout.mesh.coords(rank).items() for rank in ranks]
-        coords = {axis: at for axis, at in first if all((axis, at) in one for one in others)}
-    return Holding(ranks, coords, layout.local_shape(ranks[0], shape), text)
 
 
 def _some(items: Sequence[T], text_of: Callable[[T], str], what: str, between: str) -> str:

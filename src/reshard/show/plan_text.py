@@ -207,40 +207,30 @@ def _change(before: str, after: str) -> str:
 
 def reasons(plan: Plan) -> list[str]:
     """Sentences that explain the figures of a plan, the most important first."""
-    sentences = [
-        sentence
-        for about in (_bytes, _sums, _senders, _changes, _rounds, _hosts)
-        for sentence in about(plan)
-    ]
-    names = sorted({fill.name for fill in plan.fills})
-    if names:
-        sentences.append(f"The padding of {named(names)} has no source and becomes zeros.")
+    parts = (_bytes, _senders, _changes, _rounds, _hosts)
+    sentences = [sentence for about in parts for sentence in about(plan)]
+    padded = sorted({fill.name for fill in plan.fills})
+    if padded:
+        sentences.append(f"The padding of {named(padded)} has no source and becomes zeros.")
     return sentences
 
 
 def _bytes(plan: Plan) -> Iterator[str]:
+    """What travels; pending reductions send their addends to where they are added up."""
     cost = plan.summary()
     copied, missing = format_bytes(cost.copied_bytes), "missing " if cost.copied_bytes else ""
+    reductions = [stack.have.layout for stack in plan.stacks if stack.have.layout.reduce]
     if not cost.wire_bytes:
         here = f"destinations hold all {copied} they want"
         yield f"Nothing travels: {here if missing else 'there are no bytes'}."
-    elif not all(stack.have.layout.reduce for stack in plan.stacks):
+    elif len(reductions) < len(plan.stacks):
         wanted = format_bytes(cost.lower_bound_bytes + cost.copied_bytes)
         have = f"{copied} of it already" if missing else "none of it"
         yield (
             f"Destinations want {wanted} and hold {have}; each {missing}byte arrives once, so "
             f"{format_bytes(cost.wire_bytes)} travels."
         )
-
-
-def _sums(plan: Plan) -> Iterator[str]:
-    """Pending reductions send their addends to where they are added up."""
-    kinds = {
-        (stack.have.layout.reduce[0], num_addends(stack.have.layout))
-        for stack in plan.stacks
-        if stack.have.layout.reduce
-    }
-    for kind, number in sorted(kinds):
+    for kind, number in sorted({(one.reduce[0], num_addends(one)) for one in reductions}):
         yield (
             f"A pending {kind} of {number} addends is worked out where it is wanted: "
             "each receiver gets the addends it does not hold."

@@ -179,7 +179,26 @@ class RunReport:
 "reshard.run/2", as RunReport.save writes it
         """
         try:
-            return _read(json.loads(text))
+            data = json.loads(text)
+            if data["schema"] != SCHEMA:
+                raise ValueError("another schema")
+            times = [float(_number(data[name])) for name in ("seconds", "setup", "handshake")]
+            rounds = [
+                RoundReport(**{name: _number(part[name]) for name in part})
+                for part in data["rounds"]
+            ]
+            if rounds:  # what the handshake took is when the first round began
+                rounds[0].started = times[1] + times[2]
+            return RunReport(
+                int(_number(data["rank"])),
+                int(_number(data["call"])),
+                str(data["plan"]),
+                {int(rank): str(name) for rank, name in data["transports"].items()},
+                rounds,
+                *times[:2],
+                started=0.0,
+                clock=float(_number(data["started"])),
+            )
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise FormatError(f"this is no run report: {EXPECTED}") from None
 
@@ -259,23 +278,6 @@ class RunReport:
         if left_out:
             lines.insert(-1, f"and {count(left_out, 'faster round')}")
         return lines
-
-
-def _read(data: Any) -> RunReport:
-    if data["schema"] != SCHEMA:
-        raise ValueError("another schema")
-    rounds = [
-        RoundReport(**{name: _number(part[name]) for name in part}) for part in data["rounds"]
-    ]
-    transports = {int(rank): str(name) for rank, name in data["transports"].items()}
-    times = {name: float(_number(data[name])) for name in ("seconds", "setup", "handshake")}
-    if rounds:  # what the handshake took is when the first round began
-        rounds[0].started = times["setup"] + times["handshake"]
-    return RunReport(
-        int(_number(data["rank"])), int(_number(data["call"])), str(data["plan"]), transports,
-        rounds, times["seconds"], times["setup"], started=0.0,
-        clock=float(_number(data["started"])),
-    )  # fmt: skip
 
 
 def _number(value: Any) -> Any:

@@ -118,17 +118,7 @@ def _coords(coords: Mapping[str, int]) -> str:
 
 
 def pieces_table(layout: Layout, rank: int, shape: Sequence[int]) -> list[str]:
-    """What one rank holds, box by box, and where each sits in its local tensor.
-
-    >>> from reshard.layout.mesh import Mesh
-    >>> for line in pieces_table(Layout(Mesh(cp=2), "cp~"), 0, (8,)):
-    ...     print(line)
-    rank 0 at cp=0 of mesh cp=2 holds 4 elements in 2 pieces, local shape 4
-    <BLANKLINE>
-    box    offset  strides
-    [0:2]       0  1
-    [6:8]       2  1
-    """
+    """What one rank holds, box by box, and where each sits in its local tensor."""
     pieces = layout.pieces(rank, shape)
     if not pieces:
         return [f"rank {rank} holds nothing of shape {format_shape(shape)} in layout {layout}"]

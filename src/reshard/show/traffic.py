@@ -179,12 +179,8 @@ def _events(plan: Plan, groups: Groups) -> Iterator[dict[str, Any]]:
         start += max(busy.values(), default=0.0)
 
 
-Messages = list[tuple[int, int, int, int]]
-"""Groups of senders and of receivers; bytes between them, and messages of single ranks."""
-
-
-def _messages(plan: Plan, groups: Groups) -> dict[int, Messages]:
-    """The messages of every round, added up by groups of ranks."""
+def _messages(plan: Plan, groups: Groups) -> dict[int, list[tuple[int, int, int, int]]]:
+    """What goes from group to group in every round: bytes, and messages of single ranks."""
     rounds = defaultdict[int, list[tuple[Ints, Ints, Ints]]](list)
     for flow, slot in zip(plan.flows, plan.schedule.slots, strict=True):
         for transfers in flow.everything():
@@ -196,19 +192,17 @@ def _messages(plan: Plan, groups: Groups) -> dict[int, Messages]:
                     ends = rows.transfers.source[some], rows.transfers.destination[some]
                     itemsize = flow.stack.itemsize_at(transfers.hop)
                     rounds[number].append((*ends, (high - low) * itemsize))
-    return {number: _grouped(sent, groups) for number, sent in rounds.items()}
-
-
-def _grouped(sent: Sequence[tuple[Ints, Ints, Ints]], groups: Groups) -> Messages:
-    """Add up what goes from one group to another, and count the pairs of ranks."""
-    *ends, sizes = (np.concatenate(column) for column in zip(*sent, strict=True))
-    first, second = (np.searchsorted(groups.numbers, ranks) for ranks in ends)
-    pairs, number = numbered(first * len(groups.numbers) + second)
-    of = [groups.of[at] for at in np.divmod(pairs, len(groups.numbers))]
-    keys, key = numbered(of[0] * len(groups.labels) + of[1])
-    num_bytes = np.bincount(key, np.bincount(number, sizes)).astype(np.int64)
-    columns = *np.divmod(keys, len(groups.labels)), num_bytes, np.bincount(key)
-    return list(zip(*(column.tolist() for column in columns), strict=True))
+    messages = {}
+    for number, sent in rounds.items():
+        *ends, sizes = (np.concatenate(column) for column in zip(*sent, strict=True))
+        first, second = (np.searchsorted(groups.numbers, ranks) for ranks in ends)
+        pairs, pair = numbered(first * len(groups.numbers) + second)
+        of = [groups.of[at] for at in np.divmod(pairs, len(groups.numbers))]
+        keys, key = numbered(of[0] * len(groups.labels) + of[1])
+        num_bytes = np.bincount(key, np.bincount(pair, sizes)).astype(np.int64)
+        columns = *np.divmod(keys, len(groups.labels)), num_bytes, np.bincount(key)
+        messages[number] = list(zip(*(column.tolist() for column in columns), strict=True))
+    return messages
 
 
 def _microseconds(

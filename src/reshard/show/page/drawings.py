@@ -299,9 +299,13 @@ def links_of(plan: Plan, stack: Stack, source: Drawing, to: Drawing, matrix: Mat
     pairs = np.argwhere(_shared(stack.feed, have, want)).tolist()
     entries: dict[tuple[int, int], set[int]] = {(h, w): set() for h, w in pairs}
     flows = [flow for flow in plan.flows if flow.stack is stack]
+    num_cells = sum(flow.geometry.num_cells() for flow in flows)
     if not matrix.num_bytes.size:
         pass
-    elif _are_few(flows, len(source.rects) + len(to.rects)):
+    elif (  # cells are counted before they are listed
+        num_cells * (len(source.rects) + len(to.rects)) <= MAX_COMPARED
+        and sum(map(_num_rows, flows)) <= MAX_ROWS
+    ):
         for entry, here, there in _carriers(plan, flows, have, want, matrix):
             for (h, w), some in entries.items():
                 some.update(entry[here[:, h] & there[:, w]].tolist())
@@ -352,16 +356,10 @@ def _shared(feed: Feed, have: Boxes, want: Boxes) -> Mask:
     return shared
 
 
-def _are_few(flows: Sequence[Flow], num_rects: int) -> bool:
-    """Whether all rows of some flows can be compared with so many rectangles."""
-    num_cells = sum(flow.geometry.num_cells() for flow in flows)
-    if num_cells * num_rects > MAX_COMPARED:  # before they are listed
-        return False
-    rows = sum(
-        int(flow.geometry.wanting.counts[flow.parts().line].sum()) * flow.geometry.num_addends
-        for flow in flows
-    )
-    return rows <= MAX_ROWS
+def _num_rows(flow: Flow) -> int:
+    """How many rows a flow has if its lines are listed rank by rank."""
+    lines = flow.geometry.wanting.counts[flow.parts().line]
+    return int(lines.sum()) * flow.geometry.num_addends
 
 
 def _carriers(

@@ -229,33 +229,30 @@ def run_of(reports: Sequence[RunReport]) -> Run | None:
         for part in report.rounds:
             if part.round not in rounds or part.seconds > rounds[part.round][1].seconds:
                 rounds[part.round] = report.rank, part
-    slowest = sorted(rounds.values(), key=lambda pair: -pair[1].seconds)[:MAX_ROUNDS]
-    longest = max((part.seconds for _, part in slowest), default=0.0)
-    lanes = [_lane(*pair, longest) for pair in sorted(slowest, key=lambda pair: pair[1].round)]
-    note = f"Reports of {rank_list(sorted({report.rank for report in reports}))}."
-    if len(rounds) > len(slowest):
-        note += f" The {len(slowest)} slowest of {len(rounds):,} rounds."
+    shown = sorted(rounds.values(), key=lambda pair: -pair[1].seconds)[:MAX_ROUNDS]
+    longest = max((part.seconds for _, part in shown), default=0.0)
+    lanes = [_lane(*pair, longest) for pair in sorted(shown, key=lambda pair: pair[1].round)]
     scale = [Tick(0, "0"), Tick(100, format_seconds(longest))] if longest else []
-    return Run(_run_cards(reports), lanes, scale, note)
-
-
-def _run_cards(reports: Sequence[RunReport]) -> list[Figure]:
+    note = f"Reports of {rank_list(sorted({report.rank for report in reports}))}."
+    if len(rounds) > len(shown):
+        note += f" The {len(shown)} slowest of {len(rounds):,} rounds."
     slowest = max(reports, key=lambda report: report.seconds)
+    of = f", the slowest of {len(reports)}" if len(reports) > 1 else ""
     waited = max(reports, key=lambda report: report.waiting)
-    setup, handshake = slowest.setup, slowest.handshake
-    parts = f"setup {format_seconds(setup)}, handshake {format_seconds(handshake)}"
+    before = slowest.setup + slowest.handshake
+    parts = f"setup {format_seconds(slowest.setup)}, handshake {format_seconds(slowest.handshake)}"
     sent = sum(report.bytes_sent for report in reports)
     rate = max(report.bytes_per_second for report in reports)
     peak = max(report.peak_staging for report in reports)
-    of = f", the slowest of {len(reports)}" if len(reports) > 1 else ""
-    return [
+    cards = [
         Figure("Measured", format_seconds(slowest.seconds), f"on rank {slowest.rank}{of}"),
-        Figure("Before the first round", format_seconds(setup + handshake), parts),
+        Figure("Before the first round", format_seconds(before), parts),
         Figure("Sent", format_bytes(sent), f"by {count(len(reports), 'rank')} with a report"),
         Figure("Fastest rank", f"{rate / 1e9:.2f} GB/s", "sent or received, and kept"),
         Figure("Longest wait", format_seconds(waited.waiting), f"on rank {waited.rank}"),
         Figure("Staged", format_bytes(peak), "at most on a rank"),
     ]
+    return Run(cards, lanes, scale, note)
 
 
 def _lane(rank: int, part: RoundReport, longest: float) -> Lane:
