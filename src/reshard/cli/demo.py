@@ -109,13 +109,13 @@ def demo(model: str, live: bool, trace: str | None, as_json: bool) -> int:
     simulated = []
     for what, small in _simulated_moves(move, model):
         with working(f"simulating {what}"):
-            part, given, arrived = _simulate(what, small)
+            part, sources, arrived = _simulate(what, small)
         simulated.append(part)
         say(part.text)
     ran = Part("", None, True)
     if live:
         with working("starting twelve processes, and moving between them"):
-            ran = _run_live(what, small, given, arrived, trace)
+            ran = _run_live(what, small, sources, arrived, trace)
         say(ran.text)
     with working("converting a checkpoint"):
         files = _convert_files()
@@ -180,8 +180,8 @@ def _simulate(what: str, move: Plan) -> tuple[Part, Arrays, Arrays]:
         name: np.random.default_rng(seed).integers(0, 1 << 16, spec.shape, dtype=np.uint16)
         for seed, (name, spec) in enumerate(move.have.items())
     }
-    given, expected = _local(whole, move.have), _local(whole, move.want)
-    arrived, report = simulate(move, given, report=True)
+    sources, expected = _local(whole, move.have), _local(whole, move.want)
+    arrived, report = simulate(move, sources, report=True)
     equal = all(
         (arrived[rank][name] == array).all()
         for rank, arrays in expected.items()
@@ -210,7 +210,7 @@ def _simulate(what: str, move: Plan) -> tuple[Part, Arrays, Arrays]:
         f"all arrays {EQUAL[bool(equal)]} the tensors sharded by the destination layout",
         f"{AS_STATED[equal and is_stated]}, in {seconds:.1f} s",
     )
-    return Part(text, figures, equal and is_stated), given, arrived
+    return Part(text, figures, equal and is_stated), sources, arrived
 
 
 def _local(whole: Mapping[str, Array], specs: Mapping[str, TensorSpec]) -> Arrays:
@@ -224,7 +224,7 @@ def _local(whole: Mapping[str, Array], specs: Mapping[str, TensorSpec]) -> Array
     return local
 
 
-def _run_live(what: str, plan: Plan, given: Arrays, expected: Arrays, trace: str | None) -> Part:
+def _run_live(what: str, plan: Plan, sources: Arrays, expected: Arrays, trace: str | None) -> Part:
     """The same move between processes, or why it could not be made."""
     from reshard.cli.demo_live import move_live
     from reshard.show.run_report import RunReport, format_seconds
@@ -232,7 +232,7 @@ def _run_live(what: str, plan: Plan, given: Arrays, expected: Arrays, trace: str
     if find_spec("torch") is None:  # it is optional: without it nothing is run, and that is fine
         return Part(_section(f"Not run live: {NO_TORCH}"), {"not_run": NO_TORCH}, holds=True)
     try:
-        ran = move_live(plan, given, expected)
+        ran = move_live(plan, sources, expected)
     except LiveError as error:
         return Part(_section(f"NOT run live: {error}"), {"not_run": str(error)}, holds=False)
     if trace is not None:

@@ -71,14 +71,14 @@ class LiveRun:
         return self.equal and self.happened == self.stated
 
 
-def move_live(plan: Plan, given: Arrays, expected: Arrays) -> LiveRun:
-    """Start a process per rank, move the given arrays live, and compare with the expected ones."""
+def move_live(plan: Plan, sources: Arrays, expected: Arrays) -> LiveRun:
+    """Start a process per rank, move the source arrays live, and compare with the expected ones."""
     began = time.perf_counter()
     context = multiprocessing.get_context("spawn")
     pipe, far = context.Pipe()
     # Made and removed here: the host is killed, and could not clean up.
     folder = tempfile.TemporaryDirectory(prefix="reshard-demo-")
-    arguments = (far, f"file://{folder.name}/store", plan, given, expected)
+    arguments = (far, f"file://{folder.name}/store", plan, sources, expected)
     host = context.Process(target=_host, args=arguments, name="reshard-demo")
     missing = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
     os.environ.update(missing)
@@ -126,7 +126,7 @@ def _answer(pipe: Connection, host: int) -> tuple[int, tuple[list[RunReport], bo
     return rank, outcome
 
 
-def _host(pipe: Connection, address: str, plan: Plan, given: Arrays, expected: Arrays) -> None:
+def _host(pipe: Connection, address: str, plan: Plan, sources: Arrays, expected: Arrays) -> None:
     """Import torch, fork one process per rank, and live until the demo ends this process."""
     _die_with_parent()
     from reshard.live import api  # noqa: F401 - imported once, before the ranks are forked
@@ -135,7 +135,7 @@ def _host(pipe: Connection, address: str, plan: Plan, given: Arrays, expected: A
     lock = context.Lock()
     ranks = []
     for rank in plan.ranks:
-        arrays = given.get(rank, {}), expected.get(rank, {})
+        arrays = sources.get(rank, {}), expected.get(rank, {})
         ranks.append(context.Process(target=_rank, args=(rank, address, plan, *arrays, pipe, lock)))
     for process in ranks:
         process.start()
@@ -147,7 +147,7 @@ def _rank(
     rank: int,
     address: str,
     plan: Plan,
-    given: Mapping[str, Array],
+    sources: Mapping[str, Array],
     expected: Mapping[str, Array],
     pipe: Connection,
     lock: Any,
@@ -163,7 +163,7 @@ def _rank(
         connected = time.perf_counter()
         tensors = {
             name: torch.from_numpy(array).view(getattr(torch, plan.have[name].dtype))
-            for name, array in given.items()
+            for name, array in sources.items()
         }
         reports = []
         for _ in range(NUM_CALLS):

@@ -122,12 +122,13 @@ class Answer:
         return None
 
 
-def answer_of(given: Mapping[str, Any]) -> Answer:
-    """Plan what the fields say; a field that is not given has its default."""
-    defaults = MODEL_DEFAULTS if "model" in given else DEFAULTS
-    answer = Answer({name: str(given.get(name, value)) for name, value in defaults.items()})
+def answer_of(values: Mapping[str, Any]) -> Answer:
+    """Plan what the fields say; a field without a value has its default."""
+    is_model = "model" in values
+    defaults = MODEL_DEFAULTS if is_model else DEFAULTS
+    answer = Answer({name: str(values.get(name, value)) for name, value in defaults.items()})
     memory = answer.read("memory", parse_bytes)
-    sides = _model(answer) if "model" in given else _tensor(answer)
+    sides = _model(answer) if is_model else _tensor(answer)
     if answer.errors or len(sides) < 2:
         return answer
     with answer.blaming("general"):

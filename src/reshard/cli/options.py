@@ -87,14 +87,14 @@ def _remember(context: click.Context, option: click.Parameter, value: bool) -> N
     flags[option.name] = value or flags.get(option.name, False)
 
 
-def command_of(verb: str, given: Mapping[str, str | Sequence[str] | None]) -> str:
-    """A command with the options that are given; a sequence is an option that is repeated.
+def command_of(verb: str, options: Mapping[str, str | Sequence[str] | None]) -> str:
+    """A command with its options; a sequence is an option that is repeated.
 
     >>> command_of("plan", {"from_fsdp": "dp", "shape": None, "replicate": ["ep", "cp"]})
     'reshard plan --from-fsdp dp --replicate ep --replicate cp'
     """
     words = ["reshard", verb]
-    for name, value in given.items():
+    for name, value in options.items():
         for one in [value] if isinstance(value, str) else value or ():
             words += [f"--{name.replace('_', '-')}", one] if one else []
     return shlex.join(words)
@@ -159,11 +159,13 @@ def model_config(name: str) -> Mapping[str, Any]:
             return preset(name)
         except ReshardError as error:
             raise type(error)(f"{error}; or name a config.json, or its folder") from None
-    if path.stat().st_size > MAX_CONFIG:
+    with path.open("rb") as file:
+        data = file.read(MAX_CONFIG + 1)
+    if len(data) > MAX_CONFIG:
         raise FormatError(f'"{path}" is larger than {MAX_CONFIG} bytes: is it a config.json?')
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        config = json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
         raise FormatError(f'"{path}" is not JSON ({error}): expected a config.json') from None
     if not isinstance(config, dict):
         raise FormatError(f'"{path}" holds a {type(config).__name__}: expected a config.json')

@@ -44,8 +44,8 @@ def code_of(ok: bool, is_unsupported: bool) -> int:
 
 def this_command(*added: str) -> str:
     """The command that runs, as it can be typed again; with these words at its end."""
-    words = [word for word in click.get_current_context().meta[ARGUMENTS] if word not in added]
-    return shlex.join(["reshard", *map(str.strip, words), *added])
+    arguments = [one for one in click.get_current_context().meta[ARGUMENTS] if one not in added]
+    return shlex.join(["reshard", *map(str.strip, arguments), *added])
 
 
 def is_quiet() -> bool:

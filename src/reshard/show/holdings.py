@@ -86,14 +86,6 @@ class Picture:
     """Which dims of the tensor are drawn; no other is sharded."""
     ndim: int
 
-    @property
-    def is_merged(self) -> bool:
-        return any(cell.num_parts > 1 for row in self.cells for cell in row)
-
-    def holders(self) -> list[tuple[int, ...]]:
-        """The different sets of ranks, in rising order: what is drawn in the same colour."""
-        return sorted({cell.ranks for row in self.cells for cell in row if cell.ranks})
-
 
 def picture_of(
     layout: Layout,

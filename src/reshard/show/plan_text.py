@@ -36,7 +36,7 @@ from reshard.planning.classes import Stack
 from reshard.planning.cost.summary import needs_of
 from reshard.planning.plans import Plan
 from reshard.show.name_patterns import named, named_pairs
-from reshard.text import align, count, format_bytes, format_shape, shorten
+from reshard.text import align, count, format_bytes, format_shape, printable, shorten
 
 MAX_ROWS = 24
 MAX_NAME = 64
@@ -71,7 +71,7 @@ class StackRow:
 
     @property
     def name(self) -> str:
-        return named_pairs(self.stack.names, MAX_NAME)
+        return printable(named_pairs(self.stack.names, MAX_NAME))
 
     @property
     def shape(self) -> str:
@@ -209,9 +209,9 @@ def reasons(plan: Plan) -> list[str]:
     """Sentences that explain the figures of a plan, the most important first."""
     parts = (_bytes, _senders, _changes, _rounds, _hosts)
     sentences = [sentence for about in parts for sentence in about(plan)]
-    padded = sorted({fill.name for fill in plan.fills})
+    padded = printable(named(sorted({fill.name for fill in plan.fills})))
     if padded:
-        sentences.append(f"The padding of {named(padded)} has no source and becomes zeros.")
+        sentences.append(f"The padding of {padded} has no source and becomes zeros.")
     return sentences
 
 
@@ -219,18 +219,22 @@ def _bytes(plan: Plan) -> Iterator[str]:
     """What travels; pending reductions send their addends to where they are added up."""
     cost = plan.summary()
     copied, missing = format_bytes(cost.copied_bytes), "missing " if cost.copied_bytes else ""
-    reductions = [stack.have.layout for stack in plan.stacks if stack.have.layout.reduce]
+    sums = [
+        (stack.have.layout.reduce[0], num_addends(stack.have.layout))
+        for stack in plan.stacks
+        if stack.have.layout.reduce
+    ]
     if not cost.wire_bytes:
         here = f"destinations hold all {copied} they want"
         yield f"Nothing travels: {here if missing else 'there are no bytes'}."
-    elif len(reductions) < len(plan.stacks):
+    elif len(sums) < len(plan.stacks):
         wanted = format_bytes(cost.lower_bound_bytes + cost.copied_bytes)
         have = f"{copied} of it already" if missing else "none of it"
         yield (
             f"Destinations want {wanted} and hold {have}; each {missing}byte arrives once, so "
             f"{format_bytes(cost.wire_bytes)} travels."
         )
-    for kind, number in sorted({(one.reduce[0], num_addends(one)) for one in reductions}):
+    for kind, number in sorted({*sums}):
         yield (
             f"A pending {kind} of {number} addends is worked out where it is wanted: "
             "each receiver gets the addends it does not hold."

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,8 @@ _SUMMED = (
     "bytes_sent", "bytes_received", "bytes_copied", "messages_sent", "messages_received",
     "packing", "waiting", "unpacking",
 )  # fmt: skip
+_WRITTEN = [field.name for field in fields(RoundReport) if field.name not in ("started", "events")]
+"""What a file has of a round."""
 
 
 @dataclass(slots=True)
@@ -146,9 +148,7 @@ class RunReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data."""
-        rounds = [asdict(part) for part in self.rounds]
-        for part in rounds:
-            del part["events"], part["started"]
+        rounds = [{name: getattr(part, name) for name in _WRITTEN} for part in self.rounds]
         return {
             "schema": SCHEMA,
             "rank": self.rank,
@@ -182,34 +182,28 @@ class RunReport:
             data = json.loads(text)
             if data["schema"] != SCHEMA:
                 raise ValueError("another schema")
-            times = [float(_number(data[name])) for name in ("seconds", "setup", "handshake")]
-            rounds = [
-                RoundReport(**{name: _number(part[name]) for name in part})
-                for part in data["rounds"]
-            ]
+            times = (float(_number(data[name])) for name in ("seconds", "setup", "handshake"))
+            seconds, setup, handshake = times
+            rounds = [RoundReport(**_numbers(part)) for part in data["rounds"]]
             if rounds:  # what the handshake took is when the first round began
-                rounds[0].started = times[1] + times[2]
-            return RunReport(
-                int(_number(data["rank"])),
-                int(_number(data["call"])),
-                str(data["plan"]),
-                {int(rank): str(name) for rank, name in data["transports"].items()},
-                rounds,
-                *times[:2],
-                started=0.0,
-                clock=float(_number(data["started"])),
-            )
+                rounds[0].started = setup + handshake
+            transports = {int(rank): str(name) for rank, name in data["transports"].items()}
+            rank, call = int(_number(data["rank"])), int(_number(data["call"]))
+            report = RunReport(rank, call, str(data["plan"]), transports, rounds, seconds, setup)
+            report.started, report.clock = 0.0, float(_number(data["started"]))
+            return report
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise FormatError(f"this is no run report: {EXPECTED}") from None
 
     @staticmethod
     def load(path: str | Path) -> RunReport:
         """Read what ``save`` wrote as ``.json``."""
-        path = Path(path)
-        if path.stat().st_size > MAX_FILE:
+        with Path(path).open("rb") as file:
+            data = file.read(MAX_FILE + 1)
+        if len(data) > MAX_FILE:
             raise FormatError(f'"{path}" is larger than {MAX_FILE} bytes: is it a run report?')
         try:
-            return RunReport.from_json(path.read_text(encoding="utf-8"))
+            return RunReport.from_json(data.decode())
         except (FormatError, UnicodeDecodeError):
             raise FormatError(f'"{path}" is no run report: {EXPECTED}') from None
 
@@ -278,6 +272,13 @@ class RunReport:
         if left_out:
             lines.insert(-1, f"and {count(left_out, 'faster round')}")
         return lines
+
+
+def _numbers(part: Any) -> dict[str, Any]:
+    """A round as a file has it."""
+    if not part.keys() <= {*_WRITTEN}:
+        raise ValueError("other keys")
+    return {name: _number(value) for name, value in part.items()}
 
 
 def _number(value: Any) -> Any:

@@ -71,7 +71,7 @@ def draw(
     lines: list[Line] = [[Span(_headline(layout, shape, held_by), bold=True)], []]
     if picture is not None:
         lines += [*frame(picture, width, unicode=unicode, tall=True), []]
-        if picture.is_merged:
+        if any(cell.num_parts > 1 for row in picture.cells for cell in row):
             lines += [[Span("a..b: parts on ranks a to b, too small to draw one by one")], []]
     return lines + [[Span(line)] for line in table(held_by, width)]
 
@@ -154,7 +154,7 @@ def frame(picture: Picture, width: int, *, unicode: bool = False, tall: bool = F
         at += each + 1
     cells = {(i, j): cell for i, row in enumerate(picture.cells) for j, cell in enumerate(row)}
     labels = _labelled(cells, widths, heights)
-    colours = hues(picture.holders())
+    colours = hues(sorted({cell.ranks for cell in cells.values() if cell.ranks}))
     lines: list[Line] = [[Span(header)]]
     for row, height in enumerate((*heights, 0)):
         index = "" if is_flat else str(picture.rows[row])

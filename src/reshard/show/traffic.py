@@ -189,9 +189,9 @@ def _messages(plan: Plan, groups: Groups) -> dict[int, list[tuple[int, int, int,
             for number in rows.rounds():
                 some, low, high = rows.of_round(number)
                 if len(some):
-                    ends = rows.transfers.source[some], rows.transfers.destination[some]
-                    itemsize = flow.stack.itemsize_at(transfers.hop)
-                    rounds[number].append((*ends, (high - low) * itemsize))
+                    moved = rows.transfers.take(some)
+                    num_bytes = (high - low) * flow.stack.itemsize_at(moved.hop)
+                    rounds[number].append((moved.source, moved.destination, num_bytes))
     messages = {}
     for number, sent in rounds.items():
         *ends, sizes = (np.concatenate(column) for column in zip(*sent, strict=True))
