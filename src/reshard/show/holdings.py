@@ -165,9 +165,9 @@ def _cell(listed: Listed, rows: tuple[int, int], columns: tuple[int, int]) -> Ce
     sides = np.minimum(listed.stops, high) - np.maximum(listed.starts, low)
     boxes = np.flatnonzero((sides > 0).all(axis=1))
     whole = int(sides[boxes].prod(axis=1).sum()) == int((high - low).prod())
-    holders = {tuple(listed.of(box).tolist()) for box in boxes.tolist()}
-    num_parts = 1 if len(holders) == 1 else len(boxes)
-    return Cell(tuple(sorted({*chain(*holders)})), num_parts, whole)
+    holders = {listed.of(box).tobytes() for box in boxes.tolist()}
+    ranks = np.unique(np.frombuffer(b"".join(holders), dtype=np.int64))
+    return Cell(tuple(ranks.tolist()), 1 if len(holders) == 1 else len(boxes), whole)
 
 
 def _joined(
@@ -220,7 +220,8 @@ def holdings(layout: Layout, shape: Sequence[int], most: int = 16) -> Holdings:
             if rank not in lost and max(at) >= 0:
                 ranks_of.setdefault(tuple(at), []).append(rank)
     groups = [tuple(sorted(ranks)) for key, ranks in ranks_of.items() if key]
-    groups = [ranks for ranks in groups if prod(layout.local_shape(ranks[0], shape))]
+    local = {ranks: layout.local_shape(ranks[0], shape) for ranks in groups}
+    groups = [ranks for ranks in groups if prod(local[ranks])]
     rows = []
     for ranks in groups[:most]:
         first, *others = [(layout.holds(rank) or {}).items() for rank in ranks]
@@ -232,7 +233,7 @@ def holdings(layout: Layout, shape: Sequence[int], most: int = 16) -> Holdings:
             dims, _ = layout.intervals(ranks[0], shape)
             runs = [_some(dim, lambda run: f"{run[0]}:{run[1]}", "runs", "+") for dim in dims]
             text = f"[{', '.join(runs)}]"
-        rows.append(Holding(ranks, coords, layout.local_shape(ranks[0], shape), text))
+        rows.append(Holding(ranks, coords, local[ranks], text))
     holders = {*chain(*groups)}
     idle = tuple(rank for rank in layout.ranks if rank not in holders)
     return Holdings(rows, len(groups), len(holders), idle)
