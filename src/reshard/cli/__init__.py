@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 import click
 
 from reshard.cli import checkpoints, demo, plan, show, source
-from reshard.cli.options import add_manners
+from reshard.cli.options import add_common_options
 from reshard.cli.output import ARGUMENTS, UNSUPPORTED, tolerant
 from reshard.errors import ReshardError, UnsupportedError
 from reshard.text import printable
@@ -80,9 +80,9 @@ for _command in (
     *(show.show, plan.plan, plan.explore, checkpoints.inspect, checkpoints.convert),
     *(checkpoints.verify, checkpoints.diff, source.index, demo.demo, source.bench),
 ):
-    add_manners(_command)
+    add_common_options(_command)
     cli.add_command(_command)
-add_manners(cli)
+add_common_options(cli)
 
 
 def main() -> None:
@@ -119,19 +119,21 @@ def run(arguments: Sequence[str]) -> int:
     except click.exceptions.Exit as done:
         return done.exit_code
     except click.ClickException as error:
-        return _complain(error.format_message() + _example(error, words))
+        return _print_error(error.format_message() + _example(error, words))
     except UnsupportedError as error:
-        return _complain(str(error), UNSUPPORTED)
+        return _print_error(str(error), UNSUPPORTED)
     except ReshardError as error:
         _trace(error, flags)
-        return _complain(str(error))
+        return _print_error(str(error))
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        return _complain(f"{where}{error.strerror or error}{_ADVICE.get(error.errno or 0, '')}")
+        return _print_error(f"{where}{error.strerror or error}{_ADVICE.get(error.errno or 0, '')}")
     except Exception as error:
         _trace(error, flags)
         what = f"{type(error).__name__}: {str(error)[:MAX_MESSAGE]}"
-        return _complain(f"internal error: {what}; please report it, with what {TRACEBACK}=1 shows")
+        return _print_error(
+            f"internal error: {what}; please report it, with what {TRACEBACK}=1 shows"
+        )
 
 
 def _example(error: click.ClickException, arguments: Sequence[str]) -> str:
@@ -157,7 +159,7 @@ def _trace(error: Exception, flags: Mapping[str, bool]) -> None:
         traceback.print_exception(error)
 
 
-def _complain(message: str, code: int = BAD_INPUT) -> int:
+def _print_error(message: str, code: int = BAD_INPUT) -> int:
     line = _OPTIONS.sub(r"--\1", _TWICE.sub(r"\1", " ".join(message.split())))
     print(f"reshard: {printable(line)}", file=sys.stderr)
     return code

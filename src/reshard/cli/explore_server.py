@@ -199,7 +199,7 @@ CPU_SECONDS = 10
 """What a plan may take before the answer is that it takes too long."""
 SECONDS = 30
 """What an answer may take before its process is ended."""
-SECONDS_TO_ASK = 5
+REQUEST_SECONDS = 5
 """What a client may take to send its request: else a few slow ones would keep all processes."""
 MEMORY = 2 << 30
 """Bytes that a request may allocate beyond what the server has."""
@@ -252,14 +252,14 @@ class _Handler(BaseHTTPRequestHandler):
     server: Server
     server_version = "reshard"
     sys_version = ""
-    timeout = SECONDS_TO_ASK
+    timeout = REQUEST_SECONDS
 
     def setup(self) -> None:
         """Limit what this process may use; it handles this request alone."""
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.signal(signal.SIGXCPU, _raise_timeout)
-        signal.alarm(SECONDS_TO_ASK)
+        signal.alarm(REQUEST_SECONDS)
         used = resource.getrusage(resource.RUSAGE_SELF)
         cpu = int(used.ru_utime + used.ru_stime) + CPU_SECONDS
         resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + CPU_SECONDS))

@@ -62,7 +62,7 @@ replicate_option = click.option("--replicate", multiple=True, metavar="AXIS", he
 ))  # fmt: skip
 
 
-def add_manners(command: click.Command) -> None:
+def add_common_options(command: click.Command) -> None:
     """Add -q and -v to a command; both may also stand before its name."""
     texts = {
         "quiet": "No progress bar, no line about written files.",

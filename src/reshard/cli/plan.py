@@ -137,8 +137,7 @@ def _make_plan(options: Mapping[str, Any], notes: list[str]) -> Plan:
         raise PlanError(
             f"give --shape (one tensor) or --model (a whole model): {which} of them were given"
         )
-    sides = _tensor(options) if options["shape"] is not None else _model(options, notes)
-    have, want = sides
+    have, want = _model(options, notes) if options["shape"] is None else _tensor(options)
     if (lost := options["without"]) is not None:
         ranks = tuple(parse_ranks(lost, f"--without {lost}"))
         layouts = {spec.layout: spec.layout.without(ranks) for spec in have.values()}
@@ -147,20 +146,18 @@ def _make_plan(options: Mapping[str, Any], notes: list[str]) -> Plan:
     return make(have, want, memory=options["memory"], topology=topology)
 
 
-def _tensor(options: Mapping[str, Any]) -> Iterator[dict[str, TensorSpec]]:
+def _tensor(options: Mapping[str, Any]) -> list[dict[str, TensorSpec]]:
     """The specs at the source and at the destination."""
     from reshard.layout.spec import TensorSpec
 
     _refuse_model_options(options)
     shape, dtype = parse_shape(options["shape"]), options["dtype"] or "float32"
     layouts = parse_side(options["have"], "--from"), parse_side(options["want"], "--to")
-    specs = [
-        TensorSpec(shape, *side)
-        for side in zip((dtype, options["to_dtype"] or dtype), layouts, strict=True)
-    ]
+    dtypes = dtype, options["to_dtype"] or dtype
+    specs = [TensorSpec(shape, *side) for side in zip(dtypes, layouts, strict=True)]
     for layout in layouts:
         layout.dims(shape)
-    return ({"tensor": spec} for spec in specs)
+    return [{"tensor": spec} for spec in specs]
 
 
 def _refuse_model_options(options: Mapping[str, Any]) -> None:
@@ -242,17 +239,13 @@ def _print_json(
     from reshard.show.traffic import traffic_matrix
 
     matrix = traffic_matrix(move)
+    ends = {"sources": matrix.sources, "destinations": matrix.destinations}
     data: dict[str, Any] = {
         **move.to_dict(),
         "summary": move.summary().to_dict(),
         "why": reasons(move),
-        "notes": list(notes),
-        "traffic": {
-            "between": matrix.kind,
-            "sources": matrix.sources,
-            "destinations": matrix.destinations,
-            "bytes": matrix.num_bytes.tolist(),
-        },
+        "notes": notes,
+        "traffic": {"between": matrix.kind, **ends, "bytes": matrix.num_bytes.tolist()},
         **proof,
     }
     if rank is not None:
@@ -262,8 +255,8 @@ def _print_json(
                 {
                     "round": step.round,
                     "name": step.name,
-                    "start": list(step.box.start),
-                    "stop": list(step.box.stop),
+                    "start": step.box.start,
+                    "stop": step.box.stop,
                     "source": step.source,
                     "destination": step.destination,
                     "bytes": step.num_bytes,

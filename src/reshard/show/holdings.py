@@ -228,10 +228,10 @@ def holdings(layout: Layout, shape: Sequence[int], most: int = 16) -> Holdings:
         coords = {axis: at for axis, at in first if all((axis, at) in one for one in others)}
         if grids is None:
             pieces = layout.pieces(ranks[0], shape)
-            text = _some(pieces, lambda piece: str(piece.box), "boxes", " ")
+            text = _first_few(pieces, lambda piece: str(piece.box), "boxes", " ")
         else:  # a product of runs of each dim
             dims, _ = layout.intervals(ranks[0], shape)
-            runs = [_some(dim, lambda run: f"{run[0]}:{run[1]}", "runs", "+") for dim in dims]
+            runs = [_first_few(dim, lambda run: f"{run[0]}:{run[1]}", "runs", "+") for dim in dims]
             text = f"[{', '.join(runs)}]"
         rows.append(Holding(ranks, coords, local[ranks], text))
     holders = {*chain(*groups)}
@@ -239,10 +239,10 @@ def holdings(layout: Layout, shape: Sequence[int], most: int = 16) -> Holdings:
     return Holdings(rows, len(groups), len(holders), idle)
 
 
-def _some(items: Sequence[T], text_of: Callable[[T], str], what: str, between: str) -> str:
+def _first_few(items: Sequence[T], text_of: Callable[[T], str], what: str, between: str) -> str:
     """The first few of many.
 
-    >>> _some(range(0, 256, 4), str, "runs", "+")
+    >>> _first_few(range(0, 256, 4), str, "runs", "+")
     '0+4+...64 runs'
     """
     if len(items) <= MAX_RUNS:

@@ -169,15 +169,7 @@ class RunReport:
 
     @staticmethod
     def from_json(text: str) -> RunReport:
-        """Read what ``to_json`` wrote.
-
-        >>> RunReport.from_json(RunReport(3, 7, "ab", {1: "peer memory"}).to_json()).peers()
-        {'peer memory': [1]}
-        >>> RunReport.from_json("[]")
-        Traceback (most recent call last):
-        reshard.errors.FormatError: this is no run report: expected JSON with the schema \
-"reshard.run/2", as RunReport.save writes it
-        """
+        """Read what ``to_json`` wrote."""
         try:
             data = json.loads(text)
             if data["schema"] != SCHEMA:

@@ -110,8 +110,7 @@ def _data(
     matrix: Matrix,
 ) -> dict[str, Any]:
     """What the script of the page works with."""
-    number = {id(row): at for at, kind in enumerate(drawn) for row in kind}
-    firsts = {id(kind[0]) for kind in drawn}
+    place = {id(row): (at, row is kind[0]) for at, kind in enumerate(drawn) for row in kind}
     listed, links, groups = sorted(rows, key=_by_size)[:MAX_LISTED], [], []
     for kind, move in zip(drawn, moves, strict=True):
         have, want = (side.drawing if side else None for side in (move.have, move.want))
@@ -119,11 +118,11 @@ def _data(
         links.append({"links": lit})
     for row in listed:  # the script knows what stands where
         layouts = (row.stack.have.layout, row.stack.want.layout)
+        number, is_drawn = place.get(id(row), (-1, False))
         groups.append([
             _name(row), row.shape, row.dtype, *(shorten(str(layout), 80) for layout in layouts),
             format_bytes(row.num_bytes), row.num_bytes, format_bytes(row.wire_bytes),
-            row.wire_bytes, row.rounds, number.get(id(row), -1), len(row.stack.names),
-            int(id(row) in firsts),
+            row.wire_bytes, row.rounds, number, len(row.stack.names), int(is_drawn),
         ])  # fmt: skip
     return {
         "moves": links,
@@ -174,13 +173,12 @@ def legend_of(colours: Colours, moves: Sequence[Move], num_kinds: int, num_rows:
 def moves_of(rows: Sequence[StackRow], colours: Colours) -> list[Move]:
     moves = []
     for row in rows:
-        stack, dims = row.stack, None
-        if stack.have.shape == stack.want.shape and not stack.feed.moves:
-            dims = two_dims(stack.have.shape, (stack.have.layout, stack.want.layout))
-        sides = (stack.have, stack.want)
-        have, want = (side_of(side.layout, side.shape, colours, dims) for side in sides)
+        have, want, dims = row.stack.have, row.stack.want, None
+        if have.shape == want.shape and not row.stack.feed.moves:
+            dims = two_dims(have.shape, (have.layout, want.layout))
+        sides = (side_of(side.layout, side.shape, colours, dims) for side in (have, want))
         note = f"{row.shape} {row.dtype}, {format_bytes(row.num_bytes)}"
-        moves.append(Move(_name(row), note, have, want))
+        moves.append(Move(_name(row), note, *sides))
     return moves
 
 
