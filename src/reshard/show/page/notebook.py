@@ -34,7 +34,7 @@ WHOLE = 8
 
 def plan_cell(plan: Plan) -> str:
     """A plan: its figures, the largest tensors before and after, the matrix; all of it as text."""
-    document = document_of(plan, most_drawn=MAX_DRAWN, has_script=False)
+    document = document_of(plan, most_drawn=MAX_DRAWN, is_page=False)
     return _cell(document, describe(plan), "The plan as text")
 
 

@@ -73,9 +73,9 @@ def document_of(
     notes: Sequence[str] = (),
     *,
     most_drawn: int = MAX_DRAWN,
-    has_script: bool = True,
+    is_page: bool = True,
 ) -> Document:
-    """What a page shows of a plan; without a script also what that would work with is left out."""
+    """What a page shows of a plan; a cell of a notebook has no script, no rounds and no list."""
     for report in reports:
         if report.digest != plan.digest:
             raise FormatError(
@@ -88,13 +88,13 @@ def document_of(
     return Document(
         headline(plan, rows),
         list(figures(plan)),
-        _data(plan, rows, kinds[:most_drawn], moves, matrix) if has_script else {},
+        _data(plan, rows, kinds[:most_drawn], moves, matrix) if is_page else {},
         digest=plan.digest,
         reasons=[*reasons(plan), *notes],
         moves=moves,
         legend=legend_of(colours, moves, len(kinds), len(rows)),
         table=table_of(matrix) if matrix.num_bytes.size else None,
-        lanes=_lanes(rows, plan.num_rounds) if has_script else (),
+        lanes=_lanes(rows, plan.num_rounds) if is_page else (),
         scale=_scale(plan.num_rounds),
         rounds_note=f"{count(plan.num_rounds, 'round')}; a round is one exchange, in which no rank "
         "stages more than the cap.",
