@@ -27,6 +27,7 @@ WRONG_FILES = {
     "cut.json": '{"a"',
     "list.json": "[1]",
     "other.json": '{"model_type": "t5"}',
+    "digits.json": f'{{"hidden_size": {"9" * 5000}}}',
 }
 SHAPE, MOVE = "--shape 8,8", "--from 'dp=2: dp -' --to 'tp=2: - tp' --shape 8,8"
 SIDES = "--from tp=4 --to 'tp=2 @ 8-9'"
@@ -195,6 +196,8 @@ WRONG_INPUTS = [
     (f"plan {SIDES} --model none.json", "none.json: No such file or directory"),
     (f"plan {SIDES} --model cut.json", 'cut.json" is not JSON'),
     (f"plan {SIDES} --model list.json", 'list.json" holds a list'),
+    (f"plan {SIDES} --model digits.json", 'digits.json" is not JSON (Exceeds the limit'),
+    (f"plan {SIDES} --model zeros.json", 'zeros.json" is larger than'),
     (f"plan {SIDES} --model other.json", "'t5' is not known"),
 ]
 
@@ -215,6 +218,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(folder / "hf/model.safetensors", folder / "tp4")
     for name, text in WRONG_FILES.items():
         (folder / name).write_text(text)
+    (folder / "zeros.json").symlink_to("/dev/zero")
     return folder
 
 

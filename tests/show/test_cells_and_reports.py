@@ -265,6 +265,7 @@ def test_reports_survive_json() -> None:
     [
         {"schema": "reshard.run/1"}, {"rank": "0"}, {"rank": True}, {"seconds": None},
         {"seconds": 1e300}, {"rounds": 3}, {"rounds": [{"round": 0, "evil": 1}]},
+        {"rounds": [{"round": 0, "events": 5}]}, {"rounds": [{"round": 0, "started": 5}]},
         {"transports": []}, {"rounds": [[]]}, {"setup": float("nan")},
     ],
 )  # fmt: skip
@@ -272,3 +273,10 @@ def test_reports_that_are_none(change: dict[str, object]) -> None:
     data = {**report_of(one()).to_dict(), **change}
     with pytest.raises(rs.FormatError, match="this is no run report"):
         RunReport.from_json(json.dumps(data))
+
+
+def test_files_without_an_end_are_not_read_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The size that the system states for a device is 0."""
+    monkeypatch.setattr("reshard.show.run_report.MAX_FILE", 1000)
+    with pytest.raises(rs.FormatError, match=r'"/dev/zero" is larger than 1000 bytes'):
+        RunReport.load("/dev/zero")

@@ -197,3 +197,13 @@ def test_every_plan_prints(case: Case) -> None:
     assert text.isascii()
     assert "why\n  " in text
     assert f" in {plan.num_rounds:,} round" in text
+
+
+def test_names_with_control_characters_are_printed_as_text() -> None:
+    name = "w\x1b[31m\n.\u202e"
+    have, want = ({name: spec((8,), "int8", "x=2", axis)} for axis in ("x", "-"))
+    padded = {name: rs.TensorSpec((9,), "int8", want[name].layout)}
+    plans = rs.plan(have, want), rs.plan(have, padded, names={name: rs.take(name, pad={0: 9})})
+    for text in map(describe, plans):
+        assert "\\x1b[31m\\n.\\u202e" in text
+        assert all(line.isprintable() for line in text.splitlines())

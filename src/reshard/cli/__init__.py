@@ -22,13 +22,13 @@ import io
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import click
 
 from reshard.cli import checkpoints, demo, plan, show, source
-from reshard.cli.options import add_manners
-from reshard.cli.output import UNSUPPORTED, tolerant
+from reshard.cli.options import add_common_options
+from reshard.cli.output import ARGUMENTS, UNSUPPORTED, tolerant
 from reshard.errors import ReshardError, UnsupportedError
 from reshard.text import printable
 
@@ -40,7 +40,7 @@ TRACEBACK = "RESHARD_TRACEBACK"
 """The variable of the environment that asks for the lines of code behind an internal error."""
 COMPLETION = "_RESHARD_COMPLETE"
 """The variable through which a shell asks for completion, as click has it."""
-MOST_SAID = 300
+MAX_MESSAGE = 300
 
 _OPTIONS = re.compile(r"(?<![\w-])(memory|mesh|rules)=(?![\w\"'])")
 """Arguments of Python functions that are options here."""
@@ -80,9 +80,9 @@ for _command in (
     *(show.show, plan.plan, plan.explore, checkpoints.inspect, checkpoints.convert),
     *(checkpoints.verify, checkpoints.diff, source.index, demo.demo, source.bench),
 ):
-    add_manners(_command)
+    add_common_options(_command)
     cli.add_command(_command)
-add_manners(cli)
+add_common_options(cli)
 
 
 def main() -> None:
@@ -105,66 +105,61 @@ def run(arguments: Sequence[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+    # A space keeps click from taking a layout such as "- tp" for an option.
+    words = [f" {word}" if _LAYOUT.match(word) else word for word in arguments]
+    flags: dict[str, bool] = {}
     try:
-        # A space keeps click from taking a layout such as "- tp" for an option.
-        return _invoke([f" {word}" if _LAYOUT.match(word) else word for word in arguments])
-    except (KeyboardInterrupt, click.Abort):
-        return INTERRUPTED
-
-
-def _invoke(arguments: list[str]) -> int:
-    said: dict[str, bool] = {}
-    try:
-        with cli.make_context("reshard", list(arguments), obj=said) as context:
-            context.meta["reshard.arguments"] = arguments  # pages say how they were made
+        with cli.make_context("reshard", [*words], obj=flags) as context:
+            context.meta[ARGUMENTS] = words
             result = cli.invoke(context)
             sys.stdout.flush()
             return result if isinstance(result, int) else 0
+    except (KeyboardInterrupt, click.Abort):
+        return INTERRUPTED
     except click.exceptions.Exit as done:
         return done.exit_code
     except click.ClickException as error:
-        return _complain(error.format_message() + _example(error, arguments))
+        return _print_error(error.format_message() + _example(error, words))
     except UnsupportedError as error:
-        return _complain(str(error), UNSUPPORTED)
+        return _print_error(str(error), UNSUPPORTED)
     except ReshardError as error:
-        _trace(error, said)
-        return _complain(str(error))
-    except click.Abort:
-        raise
+        _trace(error, flags)
+        return _print_error(str(error))
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        return _complain(f"{where}{error.strerror or error}{_ADVICE.get(error.errno or 0, '')}")
+        return _print_error(f"{where}{error.strerror or error}{_ADVICE.get(error.errno or 0, '')}")
     except Exception as error:
-        _trace(error, said)
-        what = f"{type(error).__name__}: {str(error)[:MOST_SAID]}"
-        return _complain(f"internal error: {what}; please report it, with what {TRACEBACK}=1 shows")
+        _trace(error, flags)
+        what = f"{type(error).__name__}: {str(error)[:MAX_MESSAGE]}"
+        return _print_error(
+            f"internal error: {what}; please report it, with what {TRACEBACK}=1 shows"
+        )
 
 
 def _example(error: click.ClickException, arguments: Sequence[str]) -> str:
     """What to type instead: the first example of the command's help, or how to get the help."""
     if not isinstance(error, click.UsageError):
         return ""
-    if isinstance(error, click.BadParameter):  # it says what the value has to be, if there is one
-        help = error.ctx.command.help if error.ctx else None
-        example = _EXAMPLE.search(help or "")
-        is_missing = isinstance(error, click.MissingParameter)
-        return f" For example: {example[1]}" if is_missing and example else ""
+    if isinstance(error, click.MissingParameter):
+        example = _EXAMPLE.search((error.ctx and error.ctx.command.help) or "")
+        return f" For example: {example[1]}" if example else ""
+    if isinstance(error, click.BadParameter):  # it says what the value has to be
+        return ""
     # click does not say of which command an option is that lacks its value.
-    named = [word for word in arguments[:1] if word in cli.commands]
-    path = error.ctx.command_path if error.ctx else " ".join(["reshard", *named])
+    commands = [word for word in arguments[:1] if word in cli.commands]
+    path = error.ctx.command_path if error.ctx else " ".join(["reshard", *commands])
     is_split = "unexpected extra" in error.message
-    quotes = ": a text with spaces needs quotes." if is_split else ""
-    return f"{quotes} Try {path} --help."
+    return f"{': a text with spaces needs quotes.' * is_split} Try {path} --help."
 
 
-def _trace(error: Exception, said: dict[str, bool]) -> None:
-    if said.get("verbose") or os.environ.get(TRACEBACK):
+def _trace(error: Exception, flags: Mapping[str, bool]) -> None:
+    if flags.get("verbose") or os.environ.get(TRACEBACK):
         import traceback
 
         traceback.print_exception(error)
 
 
-def _complain(message: str, code: int = BAD_INPUT) -> int:
+def _print_error(message: str, code: int = BAD_INPUT) -> int:
     line = _OPTIONS.sub(r"--\1", _TWICE.sub(r"\1", " ".join(message.split())))
     print(f"reshard: {printable(line)}", file=sys.stderr)
     return code

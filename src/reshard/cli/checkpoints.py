@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -16,12 +15,18 @@ from reshard.cli.options import (
     replicated,
     rules_option,
 )
-from reshard.cli.output import code_of, fitted, print_json, print_report, working, write_page
+from reshard.cli.output import (
+    code_of,
+    print_report,
+    this_command,
+    working,
+    write_page,
+)
 from reshard.errors import UnfinishedError
 from reshard.text import Report
 
 if TYPE_CHECKING:
-    from reshard.checkpoint.publish.journal import Team
+    from reshard.planning.names import Names
     from reshard.rules import Rules
 
 
@@ -39,15 +44,7 @@ R = TypeVar("R", bound=Report)
 @replicate_option
 @click.option("--html", metavar="FILE", help="Write the report as a page that lists every tensor.")
 @json_option
-def inspect(
-    path: str,
-    tree: bool,
-    rules: str | None,
-    mesh: str | None,
-    replicate: tuple[str, ...],
-    html: str | None,
-    as_json: bool,
-) -> int:
+def inspect(path: str, tree: bool, html: str | None, as_json: bool, **source: Any) -> int:
     """Report what a checkpoint holds, from its headers alone.
 
     Exit code 1 if it is damaged, 4 if it is of a kind that is not supported.
@@ -60,18 +57,14 @@ def inspect(
     """
     from reshard.checkpoint.inspection import inspect as look
 
-    [given] = with_replicas(replicate, [(rules, mesh)])
-    report = look(path, given, mesh)
+    [rules] = loaded_rules(source["replicate"], (source["rules"], source["mesh"]))
+    report = look(path, rules, source["mesh"])
     if html is not None:
         from reshard.cli.checkpoint_page import render_stored
         from reshard.show.page.document import Footer
 
-        words = click.get_current_context().meta.get("reshard.arguments", ["inspect"])
-        write_page(html, render_stored(report, Footer.of_command(words)))
-    if as_json:
-        print_json("inspect", report.to_dict())
-    else:
-        print(fitted(report.tree() if tree else str(report)))
+        write_page(html, render_stored(report, Footer(this_command())))
+    print_report("inspect", report, as_json, report.tree() if tree else None)
     return code_of(report.ok, is_unsupported=not report.damage)
 
 
@@ -119,7 +112,7 @@ def inspect(
     "--timeout", default=600.0, show_default=True, help="Seconds to wait for other ranks."
 )
 @json_option
-def convert(src: str, dst: str, ranks: bool, timeout: float, as_json: bool, **words: Any) -> int:
+def convert(src: str, dst: str, ranks: bool, timeout: float, as_json: bool, **options: Any) -> int:
     """Write a checkpoint for another mesh, or in another format.
 
     \b
@@ -130,42 +123,29 @@ def convert(src: str, dst: str, ranks: bool, timeout: float, as_json: bool, **wo
 
     DST appears when it is complete. --resume continues an interrupted conversion.
     """
+    from reshard.checkpoint.conversion.stages import convert as run
     from reshard.checkpoint.publish.journal import Team, team_of
 
     team = team_of(timeout=timeout) if ranks else Team()
+    again = f"to continue: {this_command('--resume')}"
+    rules, mesh = options.pop("from_rules"), options.pop("from_mesh")
+    sides = (mesh if rules else None, None), (options["mesh"], options["fsdp"])
+    for_source, options["replicate"] = replicated(options["replicate"], sides)
+    options["layouts"] = dict(map(_layout, options["layouts"]))
+    options["names"] = names_in(options["names"])
+    options["source_rules"], options["source_mesh"] = _loaded(rules, for_source), mesh
+    options["compare_replicas"] = options.pop("compare")
     try:
-        return _convert(src, dst, team, as_json, words)
+        with working("convert", quiet=not team.leads) as progress:
+            report = run(src, dst, progress=progress, team=team, **options)
     except UnfinishedError as error:
         # Of ranks only the launcher knows the command that goes on.
-        command = f"; to continue: {_again()}" if team.size == 1 else ""
+        command = f"; {again}" if team.size == 1 else ""
         print(f"reshard: {' '.join(str(error).split())}{command}", file=sys.stderr)
         return UNFINISHED
     except KeyboardInterrupt:
-        print(f"reshard: interrupted; to continue: {_again()}", file=sys.stderr)
+        print(f"reshard: interrupted; {again}", file=sys.stderr)
         raise
-
-
-def _convert(src: str, dst: str, team: Team, as_json: bool, words: dict[str, Any]) -> int:
-    from reshard.checkpoint.conversion.stages import convert as run
-    from reshard.planning.names import read_names
-
-    names, rules, mesh = words.pop("names"), words.pop("from_rules"), words.pop("from_mesh")
-    sides = (mesh if rules else None, None), (words["mesh"], words["fsdp"])
-    for_source, replicate = replicated(words.pop("replicate"), sides)
-    with working("convert", quiet=not team.leads) as progress:
-        report = run(
-            src,
-            dst,
-            layouts=dict(map(_layout, words.pop("layouts"))),
-            replicate=replicate,
-            names=None if names is None else read_names(names),
-            source_rules=loaded(rules, for_source),
-            source_mesh=mesh,
-            compare_replicas=words.pop("compare"),
-            progress=progress,
-            team=team,
-            **words,
-        )
     if team.leads:
         print_report("convert", report, as_json)
     return 0
@@ -176,12 +156,6 @@ def _layout(text: str) -> tuple[str, str]:
     if not equals or not name.strip():
         raise click.BadParameter(f'--layout "{text}": expected NAME=LAYOUT, such as "*=tp ..."')
     return name.strip(), layout.strip()
-
-
-def _again() -> str:
-    """The command that was given, with --resume."""
-    words = [word for word in sys.argv[1:] if word != "--resume"]
-    return shlex.join(["reshard", *words, "--resume"])
 
 
 _OPTIONS = (
@@ -202,15 +176,15 @@ def with_options(command: F) -> F:
     return command
 
 
-def with_replicas(
-    axes: Sequence[str], sides: Sequence[tuple[str | None, str | None]]
+def loaded_rules(
+    axes: Sequence[str], *sides: tuple[str | None, str | None]
 ) -> list[Rules | str | None]:
     """The rules of each side, given with its mesh, with the axes of ``--replicate``."""
     copies = replicated(axes, [(mesh if rules else None, None) for rules, mesh in sides])
-    return [loaded(rules, mine) for (rules, _), mine in zip(sides, copies, strict=True)]
+    return [_loaded(rules, mine) for (rules, _), mine in zip(sides, copies, strict=True)]
 
 
-def loaded(rules: str | None, replicate: str | None) -> Rules | str | None:
+def _loaded(rules: str | None, replicate: str | None) -> Rules | str | None:
     """Rules as they are given, or loaded with axes to replicate along."""
     if rules is None or replicate is None:
         return rules
@@ -219,14 +193,19 @@ def loaded(rules: str | None, replicate: str | None) -> Rules | str | None:
     return Rules.load(rules, replicate=replicate)
 
 
-def compare_and_report(verb: str, compare: Callable[..., R], words: Mapping[str, Any]) -> R:
+def names_in(path: str | None) -> Names | None:
+    """The names in the file of ``--names``."""
+    from reshard.planning.names import read_names
+
+    return None if path is None else read_names(path)
+
+
+def compared(verb: str, compare: Callable[..., R], as_json: bool, **options: Any) -> R:
     """Compare two checkpoints as the command line asks, and print the report."""
-    given = dict(words)
-    as_json = given.pop("as_json")
-    sides = [(given["rules"], given["mesh"]), (given["b_rules"], given["b_mesh"])]
-    given["rules"], given["b_rules"] = with_replicas(given.pop("replicate"), sides)
+    sides = [(options[f"{side}rules"], options[f"{side}mesh"]) for side in ("", "b_")]
+    options["rules"], options["b_rules"] = loaded_rules(options.pop("replicate"), *sides)
     with working(verb) as progress:
-        report = compare(given.pop("a"), given.pop("b"), progress=progress, **given)
+        report = compare(options.pop("a"), options.pop("b"), progress=progress, **options)
     print_report(verb, report, as_json)
     return report
 
@@ -237,7 +216,7 @@ def compare_and_report(verb: str, compare: Callable[..., R], words: Mapping[str,
 @click.option("--names", metavar="FILE", help="The names with which B was converted from A.")
 @click.option("--drop", multiple=True, metavar="NAME", help="Tensors that were dropped from A.")
 @with_options
-def verify(names: str | None, **words: Any) -> int:
+def verify(names: str | None, **options: Any) -> int:
     """Read a checkpoint in full and say what is damaged, or compare two, however they are cut.
 
     \b
@@ -248,10 +227,8 @@ def verify(names: str | None, **words: Any) -> int:
     Exit code 4 if nothing is known to be wrong and a part is of a kind that is not supported.
     """
     from reshard.checkpoint.soundness import verify as check
-    from reshard.planning.names import read_names
 
-    words["names"] = None if names is None else read_names(names)
-    report = compare_and_report("verify", check, words)
+    report = compared("verify", check, names=names_in(names), **options)
     return code_of(report.ok, report.is_unsupported)
 
 
@@ -259,7 +236,7 @@ def verify(names: str | None, **words: Any) -> int:
 @click.argument("a")
 @click.argument("b")
 @with_options
-def diff(**words: Any) -> int:
+def diff(**options: Any) -> int:
     """Report how two checkpoints differ, or that they hold the same values in other layouts.
 
     \b
@@ -267,4 +244,4 @@ def diff(**words: Any) -> int:
     """
     from reshard.checkpoint.differences import diff as compare
 
-    return 0 if compare_and_report("diff", compare, words).equal else 1
+    return 0 if compared("diff", compare, **options).equal else 1

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -40,8 +41,9 @@ if TYPE_CHECKING:
 NO_TORCH = "torch is not installed; try pip install torch"
 MODELS = ("llama-3-8b", "llama-3.2-1b")
 HAVE, FSDP, WANT, REPLICAS = "dp=2 tp=4", "dp", "dp=2 tp=2 @ 8-11", "dp"
-SMALLER = (2, 8)
-"""The simulations divide every dim by these: of one decoder layer, and of the whole model."""
+LAYER = "decoder layer 0"
+SMALLER = {2: LAYER, 8: "the whole model"}
+"""By what the simulations divide every dim, and of which part of the model."""
 SHOWN = "model.layers.0.mlp.gate_proj.weight"
 NEXT = (
     (
@@ -55,6 +57,10 @@ NEXT = (
 FILES_MODEL, FILES_HAVE, FILES_WANT = "llama-3.2-1b", "tp=4", "tp=2"
 FILES_SMALLER = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 8, "num_hidden_layers": 4}
 """By how much the model that is written to files is smaller than the real one."""
+
+
+EQUAL = {True: "equal", False: "DIFFER FROM"}
+AS_STATED = {True: "as stated", False: "NOT as stated"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +109,13 @@ def demo(model: str, live: bool, trace: str | None, as_json: bool) -> int:
     simulated = []
     for what, small in _simulated_moves(move, model):
         with working(f"simulating {what}"):
-            part, given, arrived = _simulate(what, small)
+            part, sources, arrived = _simulate(what, small)
         simulated.append(part)
         say(part.text)
     ran = Part("", None, True)
     if live:
         with working("starting twelve processes, and moving between them"):
-            ran = _run_live(what, small, given, arrived, trace)
+            ran = _run_live(what, small, sources, arrived, trace)
         say(ran.text)
     with working("converting a checkpoint"):
         files = _convert_files()
@@ -138,14 +144,14 @@ def _simulated_moves(move: Plan, model: str) -> Iterator[tuple[str, Plan]]:
     from reshard.rules.models import preset
 
     sizes = ("hidden_size", "intermediate_size", "vocab_size")
-    for smaller, what in zip(SMALLER, ("decoder layer 0", "the whole model"), strict=True):
+    for smaller, part in SMALLER.items():
         config = {key: n // smaller if key in sizes else n for key, n in preset(model).items()}
         small = _plan(config, move.memory // smaller**2)
-        if what != "the whole model":
-            layer = [name for name in small.want if ".layers.0." in name]
-            have, want = ({name: side[name] for name in layer} for side in (small.have, small.want))
+        if part == LAYER:
+            names = [name for name in small.want if ".layers.0." in name]
+            have, want = ({name: side[name] for name in names} for side in (small.have, small.want))
             small = plan(have, want, memory=small.memory)
-        yield f"{what}, every dim divided by {smaller}", small
+        yield f"{part}, every dim divided by {smaller}", small
 
 
 def _picture(move: Plan) -> str:
@@ -174,14 +180,15 @@ def _simulate(what: str, move: Plan) -> tuple[Part, Arrays, Arrays]:
         name: np.random.default_rng(seed).integers(0, 1 << 16, spec.shape, dtype=np.uint16)
         for seed, (name, spec) in enumerate(move.have.items())
     }
-    given, expected = _local(whole, move.have), _local(whole, move.want)
-    arrived, report = simulate(move, given, report=True)
+    sources, expected = _local(whole, move.have), _local(whole, move.want)
+    arrived, report = simulate(move, sources, report=True)
     equal = all(
         (arrived[rank][name] == array).all()
         for rank, arrays in expected.items()
         for name, array in arrays.items()
     )
     stated, peak = move.summary(), max(report.peak_bytes.values())
+    seconds = time.perf_counter() - start
     figures = {
         "what": what,
         "num_tensors": len(move.want),
@@ -192,7 +199,7 @@ def _simulate(what: str, move: Plan) -> tuple[Part, Arrays, Arrays]:
         "stated_peak_bytes": stated.peak_bytes,
         "peak_bytes": peak,
         "arrays_equal": bool(equal),
-        "seconds": time.perf_counter() - start,
+        "seconds": seconds,
     }
     counts = report.wire_bytes, report.num_messages
     is_stated = counts == (stated.wire_bytes, stated.num_messages) and peak <= stated.peak_bytes
@@ -200,30 +207,24 @@ def _simulate(what: str, move: Plan) -> tuple[Part, Arrays, Arrays]:
     text = _section(
         f"Simulated on numpy arrays: {what} ({len(move.want)} tensors)",
         *_stated(figures, staging),
-        f"all arrays {_equal(equal)} the tensors sharded by the destination layout",
-        f"{_as_stated(equal and is_stated)}, in {figures['seconds']:.1f} s",
+        f"all arrays {EQUAL[bool(equal)]} the tensors sharded by the destination layout",
+        f"{AS_STATED[equal and is_stated]}, in {seconds:.1f} s",
     )
-    return Part(text, figures, equal and is_stated), given, arrived
+    return Part(text, figures, equal and is_stated), sources, arrived
 
 
 def _local(whole: Mapping[str, Array], specs: Mapping[str, TensorSpec]) -> Arrays:
-    import numpy as np
-
+    """The arrays of every rank; of the layouts of the demo a rank holds one box."""
     local: Arrays = {}
     for name, spec in specs.items():
-        array, itemsize = whole[name], whole[name].itemsize
         for rank in spec.layout.ranks:
-            mine = np.zeros(spec.layout.local_shape(rank, spec.shape), array.dtype)
-            for piece in spec.layout.pieces(rank, spec.shape):
-                strides = [stride * itemsize for stride in piece.strides]
-                there = mine.reshape(-1)[piece.offset :]
-                place = np.lib.stride_tricks.as_strided(there, piece.box.shape, strides)
-                place[...] = array[tuple(map(slice, piece.box.start, piece.box.stop))]
-            local.setdefault(rank, {})[name] = mine
+            [piece] = spec.layout.pieces(rank, spec.shape)
+            inside = tuple(map(slice, piece.box.start, piece.box.stop))
+            local.setdefault(rank, {})[name] = whole[name][inside].copy()
     return local
 
 
-def _run_live(what: str, plan: Plan, given: Arrays, expected: Arrays, trace: str | None) -> Part:
+def _run_live(what: str, plan: Plan, sources: Arrays, expected: Arrays, trace: str | None) -> Part:
     """The same move between processes, or why it could not be made."""
     from reshard.cli.demo_live import move_live
     from reshard.show.run_report import RunReport, format_seconds
@@ -231,25 +232,35 @@ def _run_live(what: str, plan: Plan, given: Arrays, expected: Arrays, trace: str
     if find_spec("torch") is None:  # it is optional: without it nothing is run, and that is fine
         return Part(_section(f"Not run live: {NO_TORCH}"), {"not_run": NO_TORCH}, holds=True)
     try:
-        ran = move_live(plan, given, expected)
+        ran = move_live(plan, sources, expected)
     except LiveError as error:
         return Part(_section(f"NOT run live: {error}"), {"not_run": str(error)}, holds=False)
     if trace is not None:
-        reports = [report for call in ran.reports for report in call]
-        Path(trace).write_text(RunReport.merged(reports))
-    first, second = (format_seconds(ran.seconds(call)) for call in (0, 1))
-    speed = f"{ran.wire_bytes / ran.seconds(1) / 1e9:.2f} GB/s"
-    figures = ran.to_dict()
+        Path(trace).write_text(RunReport.merged(chain(*ran.reports)))
+    first, second = map(format_seconds, ran.seconds)
+    # The rank that the others waited for.
+    busiest = max(ran.reports[-1], key=lambda report: report.packing + report.unpacking)
+    figures = {
+        "stated_wire_bytes": ran.stated[0],
+        "wire_bytes": ran.happened[0],
+        "stated_messages": ran.stated[1],
+        "messages": ran.happened[1],
+        "values_equal": ran.equal,
+        "seconds": ran.seconds,
+        "start_seconds": ran.start_seconds,
+        "reports": [report.to_dict() for report in ran.reports[-1]],
+    }
     text = _section(
-        f"Run live on {len(ran.reports[-1])} processes of this machine: {what}",
+        f"Run live on {len(plan.ranks)} processes of this machine: {what}",
         *_stated(figures),
-        f"all values on every rank {_equal(ran.equal)} the simulated ones",
-        f"{_as_stated(ran.holds)}, in {second}: {speed} over all ranks",
+        f"all values on every rank {EQUAL[ran.equal]} the simulated ones",
+        f"{AS_STATED[ran.holds]}, in {second}: {ran.wire_bytes / ran.seconds[1] / 1e9:.2f} GB/s "
+        "over all ranks",
         f"before that {ran.start_seconds:.1f} s to import torch and start the ranks, and a first "
         f"call of {first} to connect and compare",
         "",
         "The busiest rank:",
-        *str(ran.busiest).splitlines(),
+        *str(busiest).splitlines(),
     )
     return Part(text, figures, ran.holds)
 
@@ -269,11 +280,12 @@ def _convert_files() -> Part:
         converted = time.perf_counter()
         equal = verify(four, two).ok
         verified = time.perf_counter()
-        firsts = (str(inspect(path)).splitlines()[0] for path in (four, two))
-        found, made = (line.replace(f"{folder}/", "") for line in firsts)
+        before, after = (
+            str(inspect(path)).splitlines()[0].replace(f"{folder}/", "") for path in (four, two)
+        )
     figures = {
-        "found": found,
-        "made": made,
+        "found": before,
+        "made": after,
         "bytes_read": report.bytes_read,
         "bytes_written": report.bytes_written,
         "amplification": report.amplification,
@@ -284,8 +296,8 @@ def _convert_files() -> Part:
     read, written = format_bytes(report.bytes_read), format_bytes(report.bytes_written)
     text = _section(
         "Converted on disk, without torch: a small Llama from 4-way to 2-way tensor parallelism",
-        f"before  {found}",
-        f"after   {made}",
+        f"before  {before}",
+        f"after   {after}",
         f"read {read}, {report.amplification:.2f} x the tensors, and wrote {written}, "
         f"in {converted - start:.2f} s",
         f"{'verified: same values' if equal else 'VALUES DIFFER'}, bit by bit, "
@@ -322,14 +334,6 @@ def _stated(figures: Mapping[str, Any], *more: tuple[str, str, str]) -> list[str
         *more,
     ]
     return align(rows, right={1, 2})
-
-
-def _equal(is_equal: bool) -> str:
-    return "equal" if is_equal else "DIFFER FROM"
-
-
-def _as_stated(holds: bool) -> str:
-    return "as stated" if holds else "NOT as stated"
 
 
 def _section(title: str, *lines: str) -> str:

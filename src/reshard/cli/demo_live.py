@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     from reshard.planning.plans import Plan
 
-    Arrays = Mapping[int, Mapping[str, np.ndarray[Any, Any]]]
+    Array = np.ndarray[Any, Any]
+    Arrays = Mapping[int, Mapping[str, Array]]
 
 
 NUM_CALLS = 2
@@ -49,57 +50,35 @@ the rank that serves a store ends before the others."""
 class LiveRun:
     """What the plan of a move states, and what it did between processes."""
 
-    stated_wire_bytes: int
-    stated_messages: int
-    reports: tuple[tuple[RunReport, ...], ...]
-    """The reports of all ranks, call by call."""
+    stated: tuple[int, int]
+    """Bytes and messages, as are those that happened."""
+    happened: tuple[int, int]
     equal: bool
+    """Whether all arrays are those that were expected."""
+    seconds: list[float]
+    """How long each call took, on the slowest rank."""
     start_seconds: float
+    reports: list[tuple[RunReport, ...]]
+    """The reports of all ranks, call by call."""
 
     @property
     def wire_bytes(self) -> int:
-        return sum(report.bytes_sent for report in self.reports[-1])
-
-    @property
-    def messages(self) -> int:
-        return sum(report.messages_sent for report in self.reports[-1])
+        return self.happened[0]
 
     @property
     def holds(self) -> bool:
         """Whether everything came out as stated."""
-        counts = (self.wire_bytes, self.messages)
-        return self.equal and counts == (self.stated_wire_bytes, self.stated_messages)
-
-    @property
-    def busiest(self) -> RunReport:
-        """The report of the rank that the others waited for in the last call."""
-        return max(self.reports[-1], key=lambda report: report.packing + report.unpacking)
-
-    def seconds(self, call: int) -> float:
-        """How long a call took, on the slowest rank."""
-        return max(report.seconds for report in self.reports[call])
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "stated_wire_bytes": self.stated_wire_bytes,
-            "wire_bytes": self.wire_bytes,
-            "stated_messages": self.stated_messages,
-            "messages": self.messages,
-            "values_equal": self.equal,
-            "seconds": [self.seconds(call) for call in range(len(self.reports))],
-            "start_seconds": self.start_seconds,
-            "reports": [report.to_dict() for report in self.reports[-1]],
-        }
+        return self.equal and self.happened == self.stated
 
 
-def move_live(plan: Plan, given: Arrays, expected: Arrays) -> LiveRun:
-    """Start a process per rank, move the given arrays live, and compare with the expected ones."""
+def move_live(plan: Plan, sources: Arrays, expected: Arrays) -> LiveRun:
+    """Start a process per rank, move the source arrays live, and compare with the expected ones."""
     began = time.perf_counter()
     context = multiprocessing.get_context("spawn")
     pipe, far = context.Pipe()
     # Made and removed here: the host is killed, and could not clean up.
     folder = tempfile.TemporaryDirectory(prefix="reshard-demo-")
-    arguments = (far, f"file://{folder.name}/store", plan, given, expected)
+    arguments = (far, f"file://{folder.name}/store", plan, sources, expected)
     host = context.Process(target=_host, args=arguments, name="reshard-demo")
     missing = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
     os.environ.update(missing)
@@ -121,11 +100,17 @@ def move_live(plan: Plan, given: Arrays, expected: Arrays) -> LiveRun:
             host.join()
         pipe.close()
         folder.cleanup()
-    reports = tuple(zip(*(answers[rank][0] for rank in plan.ranks), strict=True))
-    equal = all(equal for _, equal, _ in answers.values())
-    started = max(0.0, *(at - began for _, _, at in answers.values()))
-    stated = plan.summary()
-    return LiveRun(stated.wire_bytes, stated.num_messages, reports, equal, started)
+    reports = list(zip(*(answers[rank][0] for rank in plan.ranks), strict=True))
+    cost, last = plan.summary(), reports[-1]
+    sent = sum(report.bytes_sent for report in last), sum(report.messages_sent for report in last)
+    return LiveRun(
+        (cost.wire_bytes, cost.num_messages),
+        sent,
+        all(equal for _, equal, _ in answers.values()),
+        [max(report.seconds for report in call) for call in reports],
+        max(0.0, *(at - began for _, _, at in answers.values())),
+        reports,
+    )
 
 
 def _answer(pipe: Connection, host: int) -> tuple[int, tuple[list[RunReport], bool, float]]:
@@ -141,32 +126,29 @@ def _answer(pipe: Connection, host: int) -> tuple[int, tuple[list[RunReport], bo
     return rank, outcome
 
 
-def _host(pipe: Connection, address: str, plan: Plan, given: Arrays, expected: Arrays) -> None:
+def _host(pipe: Connection, address: str, plan: Plan, sources: Arrays, expected: Arrays) -> None:
     """Import torch, fork one process per rank, and live until the demo ends this process."""
     _die_with_parent()
     from reshard.live import api  # noqa: F401 - imported once, before the ranks are forked
 
     context = multiprocessing.get_context("fork")
     lock = context.Lock()
-    ranks = [
-        context.Process(
-            target=_rank,
-            args=(rank, address, plan, given.get(rank, {}), expected.get(rank, {}), pipe, lock),
-        )
-        for rank in plan.ranks
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
+    ranks = []
+    for rank in plan.ranks:
+        arrays = sources.get(rank, {}), expected.get(rank, {})
+        ranks.append(context.Process(target=_rank, args=(rank, address, plan, *arrays, pipe, lock)))
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
 
 
 def _rank(
     rank: int,
     address: str,
     plan: Plan,
-    given: Mapping[str, np.ndarray[Any, Any]],
-    expected: Mapping[str, np.ndarray[Any, Any]],
+    sources: Mapping[str, Array],
+    expected: Mapping[str, Array],
     pipe: Connection,
     lock: Any,
 ) -> None:
@@ -181,7 +163,7 @@ def _rank(
         connected = time.perf_counter()
         tensors = {
             name: torch.from_numpy(array).view(getattr(torch, plan.have[name].dtype))
-            for name, array in given.items()
+            for name, array in sources.items()
         }
         reports = []
         for _ in range(NUM_CALLS):

@@ -23,7 +23,8 @@ import resource
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -60,27 +61,27 @@ T = TypeVar("T")
 Specs = dict[str, TensorSpec]
 
 _TENSOR_FIELDS = (
-    ("have_mesh", "Mesh, before", "dp=2 tp=4", "dp=2 tp=4"),
-    ("have_layout", "Layout, before", "(dp tp) -", "(dp tp) -"),
-    ("want_mesh", "Mesh, after", "tp=2 @ 8-9", "tp=2 @ 8-9"),
-    ("want_layout", "Layout, after", "- tp", "- tp"),
-    ("shape", "Shape", "8192,4096", "8192,4096"),
-    ("dtype", "Dtype", "bfloat16", "bfloat16"),
-    ("memory", "Memory cap per rank", "256MiB", "256MiB"),
+    Field("have_mesh", "Mesh, before", "dp=2 tp=4", "dp=2 tp=4"),
+    Field("have_layout", "Layout, before", "(dp tp) -", "(dp tp) -"),
+    Field("want_mesh", "Mesh, after", "tp=2 @ 8-9", "tp=2 @ 8-9"),
+    Field("want_layout", "Layout, after", "- tp", "- tp"),
+    Field("shape", "Shape", "8192,4096", "8192,4096"),
+    Field("dtype", "Dtype", "bfloat16", "bfloat16"),
+    Field("memory", "Memory cap per rank", "256MiB", "256MiB"),
 )
 _MODEL_FIELDS = (
-    ("model", "Model", "llama-3-8b", "llama-3-8b"),
-    ("have_mesh", "Mesh, before", "tp=8", "dp=2 tp=4"),
-    ("from_fsdp", "FSDP axes, before", "", "dp"),
-    ("want_mesh", "Mesh, after", "tp=2 @ 8-9", "tp=2 @ 8-9"),
-    ("to_fsdp", "FSDP axes, after", "", "dp"),
-    ("replicate", "Axes of replicas", "", "dp"),
-    ("dtype", "Dtype", "", "the model's"),
-    ("memory", "Memory cap per rank", "256MiB", "256MiB"),
+    Field("model", "Model", "llama-3-8b", "llama-3-8b"),
+    Field("have_mesh", "Mesh, before", "tp=8", "dp=2 tp=4"),
+    Field("from_fsdp", "FSDP axes, before", "", "dp"),
+    Field("want_mesh", "Mesh, after", "tp=2 @ 8-9", "tp=2 @ 8-9"),
+    Field("to_fsdp", "FSDP axes, after", "", "dp"),
+    Field("replicate", "Axes of replicas", "", "dp"),
+    Field("dtype", "Dtype", "", "the model's"),
+    Field("memory", "Memory cap per rank", "256MiB", "256MiB"),
 )
 """A model is the name of a known one, never a path: requests do not make the server read files."""
-DEFAULTS = {name: value for name, _, value, _ in _TENSOR_FIELDS}
-MODEL_DEFAULTS = {name: value for name, _, value, _ in _MODEL_FIELDS}
+DEFAULTS = {field.name: field.value for field in _TENSOR_FIELDS}
+MODEL_DEFAULTS = {field.name: field.value for field in _MODEL_FIELDS}
 
 
 @dataclass(slots=True)
@@ -94,12 +95,12 @@ class Answer:
     @property
     def footer(self) -> Footer:
         """Where the document comes from: a command that shows the same."""
-        given = {name: text.strip() for name, text in self.values.items()}
+        options = {name: text.strip() for name, text in self.values.items()}
         for side, option in (("have", "from"), ("want", "to")):
-            mesh, layout = given.pop(f"{side}_mesh"), given.pop(f"{side}_layout", "")
-            given[option] = f"{mesh}: {layout}" if layout else mesh
-        axes = given.pop("replicate", "").split()
-        return Footer(command_of("plan", {**given, "replicate": axes}), given.get("model"))
+            mesh, layout = options.pop(f"{side}_mesh"), options.pop(f"{side}_layout", "")
+            options[option] = f"{mesh}: {layout}" if layout else mesh
+        axes = options.pop("replicate", "").split()
+        return Footer(command_of("plan", {**options, "replicate": axes}), options.get("model"))
 
     @contextmanager
     def blaming(self, name: str) -> Iterator[None]:
@@ -121,12 +122,13 @@ class Answer:
         return None
 
 
-def answer_of(given: Mapping[str, Any]) -> Answer:
-    """Plan what the fields say; a field that is not given has its default."""
-    defaults = MODEL_DEFAULTS if "model" in given else DEFAULTS
-    answer = Answer({name: str(given.get(name, value)) for name, value in defaults.items()})
+def answer_of(values: Mapping[str, Any]) -> Answer:
+    """Plan what the fields say; a field without a value has its default."""
+    is_model = "model" in values
+    defaults = MODEL_DEFAULTS if is_model else DEFAULTS
+    answer = Answer({name: str(values.get(name, value)) for name, value in defaults.items()})
     memory = answer.read("memory", parse_bytes)
-    sides = _model(answer) if "model" in given else _tensor(answer)
+    sides = _model(answer) if is_model else _tensor(answer)
     if answer.errors or len(sides) < 2:
         return answer
     with answer.blaming("general"):
@@ -139,10 +141,14 @@ def answer_of(given: Mapping[str, Any]) -> Answer:
 def _tensor(answer: Answer) -> list[Specs]:
     shape = answer.read("shape", parse_shape)
     dtype = answer.read("dtype", canonical_dtype)
-    layouts = [_layout(answer, side, shape) for side in ("have", "want")]
-    if shape is None or dtype is None:
-        return []
-    return [{"tensor": TensorSpec(shape, dtype, one)} for one in layouts if one is not None]
+    sides: list[Specs] = []
+    for side in ("have", "want"):
+        mesh = answer.read(f"{side}_mesh", _mesh)
+        if mesh is not None:
+            layout = answer.read(f"{side}_layout", partial(_layout, mesh, shape))
+            if layout is not None and shape is not None and dtype is not None:
+                sides.append({"tensor": TensorSpec(shape, dtype, layout)})
+    return sides
 
 
 def _model(answer: Answer) -> list[Specs]:
@@ -156,9 +162,9 @@ def _model(answer: Answer) -> list[Specs]:
         return sides
     with answer.blaming("replicate"):
         copies = replicated(axes, [*zip(meshes, fsdp, strict=True)])
-        for side, mesh, cut, copy in zip(("have", "want"), meshes, fsdp, copies, strict=True):
+        for side, mesh, sharding, copy in zip(("have", "want"), meshes, fsdp, copies, strict=True):
             with answer.blaming(f"{side}_mesh"):
-                sides.append(model_specs(config, mesh, None, cut, copy, dtype)[0])
+                sides.append(model_specs(config, mesh, None, sharding, copy, dtype)[0])
     return sides
 
 
@@ -172,14 +178,9 @@ def _mesh(text: str) -> Mesh:
     return mesh
 
 
-def _layout(answer: Answer, side: str, shape: tuple[int, ...] | None) -> Layout | None:
-    mesh = answer.read(f"{side}_mesh", _mesh)
-    if mesh is None:
-        return None
-    layout = answer.read(f"{side}_layout", lambda text: Layout(mesh, text))
-    if layout is None or shape is None:
-        return layout
-    with answer.blaming(f"{side}_layout"):
+def _layout(mesh: Mesh, shape: tuple[int, ...] | None, text: str) -> Layout:
+    layout = Layout(mesh, text)
+    if shape is not None:
         layout.dims(shape)
         boxes = num_boxes(layout, shape)
         if boxes > MAX_BOXES:
@@ -187,8 +188,7 @@ def _layout(answer: Answer, side: str, shape: tuple[int, ...] | None) -> Layout 
                 f'layout "{layout}" has {boxes} boxes: at most {MAX_BOXES} are explored; use '
                 "larger blocks"
             )
-        return layout
-    return None
+    return layout
 
 
 ADDRESS = "127.0.0.1"
@@ -199,7 +199,7 @@ CPU_SECONDS = 10
 """What a plan may take before the answer is that it takes too long."""
 SECONDS = 30
 """What an answer may take before its process is ended."""
-SECONDS_TO_ASK = 5
+REQUEST_SECONDS = 5
 """What a client may take to send its request: else a few slow ones would keep all processes."""
 MEMORY = 2 << 30
 """Bytes that a request may allocate beyond what the server has."""
@@ -212,10 +212,6 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
-
-
-class TooLongError(Exception):
-    """The plan takes more CPU time than a request has."""
 
 
 class RefusedError(Exception):
@@ -241,11 +237,6 @@ class Server(ForkingMixIn, HTTPServer):
     def url(self) -> str:
         return f"http://{ADDRESS}:{self.server_port}/"
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What a browser may call this server."""
-        return tuple(f"{name}:{self.server_port}" for name in (ADDRESS, "localhost"))
-
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that has left, or was too slow, is no news."""
 
@@ -261,11 +252,19 @@ class _Handler(BaseHTTPRequestHandler):
     server: Server
     server_version = "reshard"
     sys_version = ""
-    timeout = SECONDS_TO_ASK
+    timeout = REQUEST_SECONDS
 
     def setup(self) -> None:
         """Limit what this process may use; it handles this request alone."""
-        _limit()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.signal(signal.SIGXCPU, _raise_timeout)
+        signal.alarm(REQUEST_SECONDS)
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        cpu = int(used.ru_utime + used.ru_stime) + CPU_SECONDS
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + CPU_SECONDS))
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
         super().setup()
 
     def do_GET(self) -> None:
@@ -293,11 +292,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _check_origin(self) -> None:
         """Refuse requests but those from a page of this server, or from no page at all."""
+        names = [f"{name}:{self.server.server_port}" for name in (ADDRESS, "localhost")]
         hosts, origin = self.headers.get_all("Host", []), self.headers.get("Origin")
-        if len(hosts) != 1 or hosts[0].lower() not in self.server.names:
-            name = self.server.names[0]
-            raise RefusedError(HTTPStatus.FORBIDDEN, f"this server is called {name}")
-        if origin is not None and origin not in [f"http://{name}" for name in self.server.names]:
+        if len(hosts) != 1 or hosts[0].lower() not in names:
+            raise RefusedError(HTTPStatus.FORBIDDEN, f"this server is called {names[0]}")
+        if origin is not None and origin not in [f"http://{name}" for name in names]:
             raise RefusedError(HTTPStatus.FORBIDDEN, "other pages may not use this server")
 
     def _page(self) -> tuple[str, str]:
@@ -306,9 +305,9 @@ class _Handler(BaseHTTPRequestHandler):
         answer = _bounded(self.server.values)
         if answer.document is None:
             raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "; ".join(answer.errors.values()))
-        listed = _MODEL_FIELDS if "model" in answer.values else _TENSOR_FIELDS
-        fields = [Field(name, label, answer.values[name], hint) for name, label, _, hint in listed]
-        return "text/html; charset=utf-8", render_page(answer.document, answer.footer, fields)
+        fields = _MODEL_FIELDS if "model" in answer.values else _TENSOR_FIELDS
+        form = [replace(field, value=answer.values[field.name]) for field in fields]
+        return "text/html; charset=utf-8", render_page(answer.document, answer.footer, form)
 
     def _plan(self) -> tuple[str, str]:
         """The plan of the fields in the body, or what is wrong with them."""
@@ -330,11 +329,10 @@ class _Handler(BaseHTTPRequestHandler):
         if not isinstance(values, dict) or not all(isinstance(v, str) for v in values.values()):
             raise RefusedError(HTTPStatus.BAD_REQUEST, "the body must be an object of texts")
         answer = _bounded(values)
-        found: dict[str, Any] = {"errors": answer.errors}
-        if answer.document is not None:
-            html = render_fragment("doc.html", doc=answer.document, footer=answer.footer)
-            found = {"html": html, "title": answer.document.headline, "data": answer.document.data}
-        return "application/json", as_json(found)
+        if (doc := answer.document) is None:
+            return "application/json", as_json({"errors": answer.errors})
+        html = render_fragment("doc.html", doc=doc, footer=answer.footer)
+        return "application/json", as_json({"html": html, "title": doc.headline, "data": doc.data})
 
     def log_message(self, format: str, *args: Any) -> None:
         """The terminal of the explorer stays quiet."""
@@ -345,7 +343,7 @@ def _bounded(values: Mapping[str, str]) -> Answer:
     signal.alarm(SECONDS)  # the request is there
     try:
         return answer_of(values)
-    except TooLongError:
+    except TimeoutError:
         text = f"this plan takes more than {CPU_SECONDS} s: use fewer ranks or larger blocks"
     except MemoryError:
         text = f"this plan takes more than {MEMORY >> 30} GiB: use fewer ranks or larger blocks"
@@ -354,17 +352,5 @@ def _bounded(values: Mapping[str, str]) -> Answer:
     return Answer(dict(values), errors={"general": text})
 
 
-def _limit() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.signal(signal.SIGXCPU, _too_long)
-    signal.alarm(SECONDS_TO_ASK)
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    cpu = int(used.ru_utime + used.ru_stime) + CPU_SECONDS
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + CPU_SECONDS))
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
-
-
-def _too_long(*_: object) -> NoReturn:
-    raise TooLongError
+def _raise_timeout(*_: object) -> NoReturn:
+    raise TimeoutError

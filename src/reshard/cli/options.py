@@ -34,12 +34,12 @@ _TIMES = re.compile(r"\d+(x\d+)+\Z", re.ASCII)
 def model_option(text: str) -> Callable[[F], F]:
     """The option --model; a shell completes the names of known models."""
 
-    def known(_: Any, __: Any, typed: str) -> list[str]:
+    def models(_: Any, __: Any, typed: str) -> list[str]:
         from reshard.rules.models import PRESETS
 
         return [name for name in PRESETS if name.startswith(typed)]
 
-    return click.option("--model", help=text, shell_complete=known)
+    return click.option("--model", help=text, shell_complete=models)
 
 
 def rules_option(name: str, text: str) -> Callable[[F], F]:
@@ -62,21 +62,21 @@ replicate_option = click.option("--replicate", multiple=True, metavar="AXIS", he
 ))  # fmt: skip
 
 
-def add_manners(command: click.Command) -> None:
+def add_common_options(command: click.Command) -> None:
     """Add -q and -v to a command; both may also stand before its name."""
     texts = {
         "quiet": "No progress bar, no line about written files.",
         "verbose": "Show log messages, and the code behind an error.",
     }
     for name, text in texts.items():
-        words, how = [f"-{name[0]}", f"--{name}"], {"is_flag": True, "expose_value": False}
-        command.params.append(click.Option(words, **how, callback=_remember, help=text))
+        names, how = [f"-{name[0]}", f"--{name}"], {"is_flag": True, "expose_value": False}
+        command.params.append(click.Option(names, **how, callback=_remember, help=text))
 
 
 def _remember(context: click.Context, option: click.Parameter, value: bool) -> None:
     """Keep a flag for all of the command, whichever side of its name it stands on."""
-    said = context.ensure_object(dict)
-    if value and option.name == "verbose" and not said.get("verbose"):
+    flags = context.ensure_object(dict)
+    if value and option.name == "verbose" and not flags.get("verbose"):
         import logging
 
         handler = logging.StreamHandler()
@@ -84,17 +84,17 @@ def _remember(context: click.Context, option: click.Parameter, value: bool) -> N
         log.setLevel(logging.DEBUG)
         context.call_on_close(lambda: log.setLevel(logging.NOTSET))
         context.call_on_close(lambda: log.removeHandler(handler))
-    said[option.name] = value or said.get(option.name, False)
+    flags[option.name] = value or flags.get(option.name, False)
 
 
-def command_of(verb: str, given: Mapping[str, str | Sequence[str] | None]) -> str:
-    """A command with the options that are given; a sequence is an option that is repeated.
+def command_of(verb: str, options: Mapping[str, str | Sequence[str] | None]) -> str:
+    """A command with its options; a sequence is an option that is repeated.
 
     >>> command_of("plan", {"from_fsdp": "dp", "shape": None, "replicate": ["ep", "cp"]})
     'reshard plan --from-fsdp dp --replicate ep --replicate cp'
     """
     words = ["reshard", verb]
-    for name, value in given.items():
+    for name, value in options.items():
         for one in [value] if isinstance(value, str) else value or ():
             words += [f"--{name.replace('_', '-')}", one] if one else []
     return shlex.join(words)
@@ -107,25 +107,21 @@ def parse_shape(text: str) -> tuple[int, ...]:
     ((8192, 4096), ())
     """
     inside = text.strip().strip("()[]").removesuffix(",")
-    between = "x" if _TIMES.match(inside) else ","
-    words = inside.split(between) if inside.strip() else []
-    sizes = [_size(word.strip(), text) for word in words]
+    sizes: list[int] = []
+    for word in inside.split("x" if _TIMES.match(inside) else ",") if inside.strip() else ():
+        size, digits = word.strip(), word.strip().removeprefix("-")
+        if not digits.isascii() or not digits.isdigit():
+            raise NotationError(
+                f'"{size}" in shape "{text}" is not a size: expected numbers such as 8192,4096'
+            )
+        if size.startswith("-"):
+            raise LayoutError(f'size {size} in shape "{text}" is negative: sizes are >= 0')
+        if len(digits) > 18:
+            raise LayoutError(f'size {size[:20]}... in shape "{text[:60]}" is too large')
+        sizes.append(int(digits))
     if prod(size or 1 for size in sizes) > MAX_ELEMENTS:
         raise LayoutError(f'shape "{text}" has more than {MAX_ELEMENTS} elements: check the sizes')
     return tuple(sizes)
-
-
-def _size(word: str, text: str) -> int:
-    digits = word.removeprefix("-")
-    if not digits.isascii() or not digits.isdigit():
-        raise NotationError(
-            f'"{word}" in shape "{text}" is not a size: expected numbers such as 8192,4096'
-        )
-    if word.startswith("-"):
-        raise LayoutError(f'size {word} in shape "{text}" is negative: sizes are >= 0')
-    if len(digits) > 18:
-        raise LayoutError(f'size {word[:20]}... in shape "{text[:60]}" is too large')
-    return int(digits)
 
 
 def parse_side(text: str, option: str) -> Layout:
@@ -163,11 +159,13 @@ def model_config(name: str) -> Mapping[str, Any]:
             return preset(name)
         except ReshardError as error:
             raise type(error)(f"{error}; or name a config.json, or its folder") from None
-    if path.stat().st_size > MAX_CONFIG:
+    with path.open("rb") as file:
+        data = file.read(MAX_CONFIG + 1)
+    if len(data) > MAX_CONFIG:
         raise FormatError(f'"{path}" is larger than {MAX_CONFIG} bytes: is it a config.json?')
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        config = json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
         raise FormatError(f'"{path}" is not JSON ({error}): expected a config.json') from None
     if not isinstance(config, dict):
         raise FormatError(f'"{path}" holds a {type(config).__name__}: expected a config.json')

@@ -6,10 +6,11 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -19,6 +20,7 @@ import click
 from reshard.text import Report, format_bytes, shorten
 
 if TYPE_CHECKING:
+    from reshard.checkpoint.transfer.windows import Progress
     from reshard.show.terminal import Line
 
 
@@ -31,11 +33,19 @@ _LABEL = re.compile(r"\s*\S+(?: \S+)?\s{2,}")
 
 UNSUPPORTED = 4
 """The exit code for a checkpoint of a kind that is not supported."""
+ARGUMENTS = "reshard.arguments"
+"""The words of the command line, in the meta data of its context."""
 
 
 def code_of(ok: bool, is_unsupported: bool) -> int:
     """The exit code of a command that answers a question about checkpoints."""
     return 0 if ok else UNSUPPORTED if is_unsupported else 1
+
+
+def this_command(*added: str) -> str:
+    """The command that runs, as it can be typed again; with these words at its end."""
+    arguments = [one for one in click.get_current_context().meta[ARGUMENTS] if one not in added]
+    return shlex.join(["reshard", *map(str.strip, arguments), *added])
 
 
 def is_quiet() -> bool:
@@ -62,9 +72,9 @@ def print_json(kind: str, data: dict[str, Any]) -> None:
     print(json.dumps({"schema": f"reshard.{kind}/1", **data}, indent=2))
 
 
-def print_report(kind: str, report: Report, as_json: bool) -> None:
-    """Print a report on checkpoints as text or as JSON."""
-    print_json(kind, report.to_dict()) if as_json else print(fitted(str(report)))
+def print_report(kind: str, report: Report, as_json: bool, text: str | None = None) -> None:
+    """Print a report on checkpoints as JSON or as text, perhaps another than its usual one."""
+    print_json(kind, report.to_dict()) if as_json else print(fitted(text or str(report)))
 
 
 def fitted(text: str) -> str:
@@ -94,10 +104,10 @@ def _wrapped(line: str, width: int) -> list[str]:
         return [line]
     label = _LABEL.match(line)
     indent = len(label[0]) if label else len(line) - len(line.lstrip()) + 4
+    space = " " * min(indent, width // 2)
     return wrap(
-        line, width, subsequent_indent=" " * min(indent, width // 2),
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
+        line, width, subsequent_indent=space, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _narrowed(rows: list[str], width: int) -> list[str]:
@@ -107,17 +117,15 @@ def _narrowed(rows: list[str], width: int) -> list[str]:
     if excess <= 0 or header is None:
         return rows
     low, high = header.span("column")
-    names, room = [row[low:high].rstrip() for row in rows], high - low - excess
-    short = [shorten(name, max(room - 2, 6)) for name in names]
-    if room - 2 >= MIN_NAME and len(set(short)) == len(set(names)):
+    names, most = [row[low:high].rstrip() for row in rows], high - low - excess
+    short = [shorten(name, max(most - 2, 6)) for name in names]
+    if most - 2 >= MIN_NAME and len(set(short)) == len(set(names)):
         cells = zip(rows, short, strict=True)
-        return [f"{row[:low]}{name.ljust(room)}{row[high:]}" for row, name in cells]
-    return [
-        line
-        for row, name in zip(rows, names, strict=True)
-        for line in (f"{row[:low]}{shorten(name, width - low)}", f"{' ' * low}    {row[high:]}")
-        if line.strip()
-    ]
+        return [f"{row[:low]}{name.ljust(most)}{row[high:]}" for row, name in cells]
+    lines = []
+    for row, name in zip(rows, names, strict=True):
+        lines += [f"{row[:low]}{shorten(name, width - low)}", f"{' ' * low}    {row[high:]}"]
+    return [line for line in lines if line.strip()]
 
 
 def print_lines(lines: Iterable[Line]) -> None:
@@ -141,7 +149,7 @@ def wants_boxes() -> bool:
 
 
 @contextmanager
-def working(words: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None] | None]:
+def working(step: str, *, quiet: bool = False) -> Iterator[Progress | None]:
     """Show on a terminal that a step is under way; None without a terminal.
 
     What it yields is a function of bytes done and in all, for steps that know them. The bar goes to
@@ -151,16 +159,17 @@ def working(words: str, *, quiet: bool = False) -> Iterator[Callable[[int, int],
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
 
-    columns = (TextColumn(words), BarColumn(), TextColumn("{task.fields[said]}"))
-    console = Console(stderr=True)
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
-        task, began = bar.add_task(words, total=None, said=""), time.monotonic()
+    bytes_text = TextColumn("{task.fields[bytes]}")
+    columns = (TextColumn(step), BarColumn(), bytes_text, TimeRemainingColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task, began = bar.add_task(step, total=None, bytes=""), time.monotonic()
 
         def show(done: int, total: int) -> None:
-            said = progress_text(done, total, time.monotonic() - began)
-            bar.update(task, completed=done, total=total, said=said)
+            text = progress_text(done, total, time.monotonic() - began)
+            bar.update(task, completed=done, total=total, bytes=text)
 
         yield show
 
@@ -187,10 +196,8 @@ class _Pipe(io.FileIO):
 
     def write(self, data: object, /) -> int:
         view = memoryview(data)  # type: ignore[arg-type]
-        if self.failed:
-            return view.nbytes
         try:
-            return super().write(view)
+            return view.nbytes if self.failed else super().write(view)
         except BrokenPipeError:
             return view.nbytes
         except OSError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -31,6 +31,7 @@ from reshard.cli.output import (
     print_lines,
     say_written,
     terminal_width,
+    this_command,
     write_page,
 )
 from reshard.errors import ArgumentError, PlanError, ProofError
@@ -81,7 +82,7 @@ def plan(
     reports: tuple[str, ...],
     save: str | None,
     as_json: bool,
-    **words: Any,
+    **options: Any,
 ) -> int:
     """Plan a move: of one tensor, or of a whole model by rules.
 
@@ -94,9 +95,10 @@ def plan(
     """
     from reshard.layout.mesh import format_ranks
 
-    words["from_rules"] = words["from_rules"] or rules
-    words["to_rules"] = words["to_rules"] or rules
-    move, notes = _make_plan(words)
+    for side in ("from_rules", "to_rules"):
+        options[side] = options[side] or rules
+    notes: list[str] = []
+    move = _make_plan(options, notes)
     if rank is not None and rank not in move.ranks:
         raise PlanError(
             f"rank {rank} has no part in this plan: its ranks are {format_ranks(move.ranks)}"
@@ -110,7 +112,7 @@ def plan(
     if reports and html is None:
         raise PlanError("--report is for --html: a page shows what a run measured")
     if html is not None:
-        _write_page(move, html, words, notes, reports)
+        _write_page(move, html, options, notes, reports)
     if save is not None:
         move.save(save)
         say_written(save)
@@ -124,78 +126,77 @@ def plan(
     return 1 if failure else 0
 
 
-def _make_plan(words: Mapping[str, Any]) -> tuple[Plan, list[str]]:
+def _make_plan(options: Mapping[str, Any], notes: list[str]) -> Plan:
+    """The plan that the options ask for; adds notes about the layouts of a model."""
     from reshard.layout.mesh import parse_ranks
     from reshard.planning.cost.topology import Topology
     from reshard.planning.plans import plan as make
 
-    if (words["shape"] is None) == (words["model"] is None):
-        given = "both" if words["shape"] is not None else "neither"
+    if (options["shape"] is None) == (options["model"] is None):
+        which = "both" if options["shape"] is not None else "neither"
         raise PlanError(
-            f"give --shape (one tensor) or --model (a whole model): {given} of them were given"
+            f"give --shape (one tensor) or --model (a whole model): {which} of them were given"
         )
-    notes: list[str] = []
-    have, want = _tensor(words) if words["shape"] is not None else _model(words, notes)
-    if words["without"] is not None:
-        lost = tuple(parse_ranks(words["without"], f"--without {words['without']}"))
-        layouts = {spec.layout: spec.layout.without(lost) for spec in have.values()}
+    have, want = _model(options, notes) if options["shape"] is None else _tensor(options)
+    if (lost := options["without"]) is not None:
+        ranks = tuple(parse_ranks(lost, f"--without {lost}"))
+        layouts = {spec.layout: spec.layout.without(ranks) for spec in have.values()}
         have = {name: replace(spec, layout=layouts[spec.layout]) for name, spec in have.items()}
-    topology = None if words["topology"] is None else Topology.load(words["topology"])
-    return make(have, want, memory=words["memory"], topology=topology), notes
+    topology = None if options["topology"] is None else Topology.load(options["topology"])
+    return make(have, want, memory=options["memory"], topology=topology)
 
 
-def _tensor(words: Mapping[str, Any]) -> Iterable[dict[str, TensorSpec]]:
+def _tensor(options: Mapping[str, Any]) -> list[dict[str, TensorSpec]]:
     """The specs at the source and at the destination."""
     from reshard.layout.spec import TensorSpec
 
-    _refuse_model_options(words)
-    shape, dtype = parse_shape(words["shape"]), words["dtype"] or "float32"
-    dtypes = dtype, words["to_dtype"] or dtype
-    layouts = parse_side(words["have"], "--from"), parse_side(words["want"], "--to")
+    _refuse_model_options(options)
+    shape, dtype = parse_shape(options["shape"]), options["dtype"] or "float32"
+    layouts = parse_side(options["have"], "--from"), parse_side(options["want"], "--to")
+    dtypes = dtype, options["to_dtype"] or dtype
     specs = [TensorSpec(shape, *side) for side in zip(dtypes, layouts, strict=True)]
     for layout in layouts:
         layout.dims(shape)
     return [{"tensor": spec} for spec in specs]
 
 
-def _refuse_model_options(words: Mapping[str, Any]) -> None:
+def _refuse_model_options(options: Mapping[str, Any]) -> None:
     for option in MODEL_OPTIONS:
-        if words.get(option):
+        if options.get(option):
             name = option.replace("_", "-")
             raise PlanError(f"--{name} is for --model: with --shape the layouts are given in full")
 
 
-def _model(words: Mapping[str, Any], notes: list[str]) -> Iterable[dict[str, TensorSpec]]:
+def _model(options: Mapping[str, Any], notes: list[str]) -> Iterator[dict[str, TensorSpec]]:
     """The same for a model; adds notes about its layouts."""
-    config = model_config(words["model"])
-    options = ("--from", "--to")
-    meshes = [*map(parse_model_mesh, (words["have"], words["want"]), options)]
-    fsdp = words["from_fsdp"], words["to_fsdp"]
-    copies = replicated(words["replicate"], [*zip(meshes, fsdp, strict=True)])
-    rules = words["from_rules"], words["to_rules"]
-    dtypes = words["dtype"], words["to_dtype"] or words["dtype"]
-    for option, *side in zip(options, meshes, rules, fsdp, copies, dtypes, strict=True):
+    config, names = model_config(options["model"]), ("--from", "--to")
+    meshes = [*map(parse_model_mesh, (options["have"], options["want"]), names)]
+    fsdp = options["from_fsdp"], options["to_fsdp"]
+    copies = replicated(options["replicate"], [*zip(meshes, fsdp, strict=True)])
+    rules = options["from_rules"], options["to_rules"]
+    dtypes = options["dtype"], options["to_dtype"] or options["dtype"]
+    for name, *side in zip(names, meshes, rules, fsdp, copies, dtypes, strict=True):
         specs, about = model_specs(config, *side)
-        notes += [f"{option}: {note}" for note in about]
+        notes += [f"{name}: {note}" for note in about]
         yield specs
 
 
 def _write_page(
-    move: Plan, path: str, given: Mapping[str, Any], notes: Sequence[str], reports: Sequence[str]
+    move: Plan, path: str, options: Mapping[str, Any], notes: Sequence[str], reports: Sequence[str]
 ) -> None:
     from reshard.show.page import render
     from reshard.show.page.document import Footer
     from reshard.show.run_report import RunReport
 
-    words = {"from": given["have"], "to": given["want"]}
-    words |= {name: given[name] for name in ("shape", "model", "from_fsdp", "to_fsdp", "replicate")}
+    model, explore = options["model"], None
     # The explorer has the models and rules that are shipped, and no files.
-    is_file = given["model"] is not None and Path(given["model"]).exists()
-    is_known = not (given["from_rules"] or given["to_rules"] or is_file)
-    explore = command_of("explore", words) if is_known else None
-    arguments = click.get_current_context().meta.get("reshard.arguments", ["plan"])
-    footer = Footer.of_command(arguments, given["model"], explore)
+    is_file = model is not None and Path(model).exists()
+    if not (options["from_rules"] or options["to_rules"] or is_file):
+        same = ("shape", "model", "from_fsdp", "to_fsdp", "replicate")
+        sides = {"from": options["have"], "to": options["want"]}
+        explore = command_of("explore", sides | {name: options[name] for name in same})
     runs = [RunReport.load(report) for report in reports]
+    footer = Footer(this_command(), model, explore)
     write_page(path, render(move, reports=runs, notes=notes, footer=footer))
 
 
@@ -205,36 +206,30 @@ def _print(move: Plan, rank: int | None, notes: Sequence[str]) -> None:
     from reshard.show.traffic import draw, traffic_matrix
 
     if rank is not None:
-        print(fitted("\n".join(_rank_lines(move.for_rank(rank)))))
+        lines = [line for verb in STEPS for line in _rank_lines(move.for_rank(rank), verb)]
+        print(fitted("\n".join(lines)))
         return
     noted = ["", "notes", *(f"  {note}" for note in notes)] if notes else []
-    first, *rest = fitted("\n".join([describe(move), *noted])).splitlines()
+    texts = fitted("\n".join([describe(move), *noted])).splitlines()
     label = max(2 * len(str(move.ranks[-1])) + 1 if len(move.ranks) > 16 else 2, 5)
     most = max(min((terminal_width() - label - 9) // (label + 2), 16), 2)
-    print_lines(
-        [
-            [Span(first, bold=True)],
-            *([Span(line, bold=line in ("why", "notes"))] for line in rest),
-            [],
-            *draw(traffic_matrix(move, most)),
-        ]
-    )
+    spans = [[Span(line, bold=line in (texts[0], "why", "notes"))] for line in texts]
+    print_lines([*spans, [], *draw(traffic_matrix(move, most))])
 
 
-def _rank_lines(mine: RankPlan) -> list[str]:
-    lines = []
-    for verb in STEPS:
-        steps = getattr(mine, verb)
-        lines.append(f"rank {mine.rank} {verb} {format_bytes(steps.num_bytes)}")
-        rows = [("round", "tensor", "box", "with", "bytes")]
-        shown = list(islice(iter(steps), MAX_STEPS + 1))
-        for step in shown[:MAX_STEPS]:
-            peers = {"sends": f"to {step.destination}", "receives": f"from {step.source}"}
-            what = str(step.round), shorten(step.name, 60), str(step.box)
-            rows.append((*what, peers.get(verb, ""), format_bytes(step.num_bytes)))
-        lines += [f"  {line}" for line in align(rows, right={0, 4}) if shown]
-        lines += ["  and more; --json lists all"] if len(shown) > MAX_STEPS else []
-    return lines
+def _rank_lines(mine: RankPlan, verb: str) -> Iterator[str]:
+    """What a rank sends, receives or copies, step by step."""
+    steps = getattr(mine, verb)
+    yield f"rank {mine.rank} {verb} {format_bytes(steps.num_bytes)}"
+    rows = [("round", "tensor", "box", "with", "bytes")]
+    shown = list(islice(iter(steps), MAX_STEPS + 1))
+    for step in shown[:MAX_STEPS]:
+        peers = {"sends": f"to {step.destination}", "receives": f"from {step.source}"}
+        what = str(step.round), shorten(step.name, 60), str(step.box)
+        rows.append((*what, peers.get(verb, ""), format_bytes(step.num_bytes)))
+    yield from (f"  {line}" for line in align(rows, right={0, 4}) if shown)
+    if len(shown) > MAX_STEPS:
+        yield "  and more; --json lists all"
 
 
 def _print_json(
@@ -244,17 +239,13 @@ def _print_json(
     from reshard.show.traffic import traffic_matrix
 
     matrix = traffic_matrix(move)
+    ends = {"sources": matrix.sources, "destinations": matrix.destinations}
     data: dict[str, Any] = {
         **move.to_dict(),
         "summary": move.summary().to_dict(),
         "why": reasons(move),
-        "notes": list(notes),
-        "traffic": {
-            "between": matrix.kind,
-            "sources": matrix.sources,
-            "destinations": matrix.destinations,
-            "bytes": matrix.num_bytes.tolist(),
-        },
+        "notes": notes,
+        "traffic": {"between": matrix.kind, **ends, "bytes": matrix.num_bytes.tolist()},
         **proof,
     }
     if rank is not None:
@@ -264,8 +255,8 @@ def _print_json(
                 {
                     "round": step.round,
                     "name": step.name,
-                    "start": list(step.box.start),
-                    "stop": list(step.box.stop),
+                    "start": step.box.start,
+                    "stop": step.box.stop,
                     "source": step.source,
                     "destination": step.destination,
                     "bytes": step.num_bytes,
@@ -291,7 +282,7 @@ def _print_json(
 )
 @click.option("--no-browser", is_flag=True, help="Print the address and open no browser.")
 @click.option("--json", "as_json", is_flag=True, help="Print the address as JSON.")
-def explore(port: int | None, no_browser: bool, as_json: bool, **words: Any) -> int:
+def explore(port: int | None, no_browser: bool, as_json: bool, **options: Any) -> int:
     """Explore plans in a browser: edit meshes, layouts, shape and memory cap.
 
     The page is served to browsers of this machine alone, until Ctrl-C ends it (exit code 130).
@@ -303,10 +294,10 @@ def explore(port: int | None, no_browser: bool, as_json: bool, **words: Any) -> 
     """
     from reshard.cli.explore_server import Server, answer_of
 
-    values = _values(**words)
+    values = _values(**options)
     errors = answer_of(values).errors  # the first page must be one; and this loads all it needs
     for side, option in (("have", "--from"), ("want", "--to")):
-        if words[side] is None and (text := errors.get(f"{side}_layout")) is not None:
+        if options[side] is None and (text := errors.get(f"{side}_layout")) is not None:
             errors[f"{side}_layout"] = f"{option} is not given and its default does not fit: {text}"
     if errors:
         raise PlanError("; ".join(errors.values()))
@@ -332,21 +323,22 @@ def explore(port: int | None, no_browser: bool, as_json: bool, **words: Any) -> 
     return 0
 
 
-def _values(have: str | None, want: str | None, **given: Any) -> dict[str, str]:
+def _values(have: str | None, want: str | None, **options: Any) -> dict[str, str]:
     """The fields of the explorer, as far as options name them."""
     from reshard.cli.explore_server import DEFAULTS, MODEL_DEFAULTS
 
-    is_model = given["model"] is not None
-    if is_model and given["shape"]:
+    is_model = options["model"] is not None
+    if is_model and options["shape"]:
         raise ArgumentError("give --shape (one tensor) or --model (a whole model), not both")
     if not is_model:
-        _refuse_model_options(given)
+        _refuse_model_options(options)
     for side, option, text in (("have", "--from", have), ("want", "--to", want)):
         if text is not None and is_model:
-            given[f"{side}_mesh"] = str(parse_model_mesh(text, option))
+            options[f"{side}_mesh"] = str(parse_model_mesh(text, option))
         elif text is not None:
             parse_side(text, option)
-            given[f"{side}_mesh"], _, given[f"{side}_layout"] = map(str.strip, text.partition(":"))
-    given["replicate"] = " ".join(given["replicate"])
+            mesh, _, layout = map(str.strip, text.partition(":"))
+            options |= {f"{side}_mesh": mesh, f"{side}_layout": layout}
+    options["replicate"] = " ".join(options["replicate"])
     defaults = MODEL_DEFAULTS if is_model else DEFAULTS
-    return {name: given.get(name) or value for name, value in defaults.items()}
+    return {name: options.get(name) or value for name, value in defaults.items()}

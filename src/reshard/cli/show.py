@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import click
@@ -55,24 +56,24 @@ def show(
             raise ArgumentError('--model needs the ranks: give --mesh, such as --mesh "tp=4"')
         if rank is not None and layout is None:
             raise ArgumentError("--rank is about one tensor: name it, such as lm_head.weight")
-        found = _of_model(model, layout, parse_model_mesh(mesh, "--mesh"), as_json)
-        if found is None:
+        shown = _of_model(model, layout, parse_model_mesh(mesh, "--mesh"), as_json)
+        if shown is None:
             return
-        cut, sizes = found
+        one, sizes = shown
     elif layout is None or shape is None:
         missing = "'LAYOUT'" if layout is None else "'--shape'"
         raise ArgumentError(f'{missing} is missing: reshard show "tp=4: tp -" --shape 8192,4096')
     else:
-        sizes, cut = parse_shape(shape), _layout(layout.strip(), mesh)
-    cut.dims(sizes)
+        sizes, one = parse_shape(shape), _layout(layout.strip(), mesh)
+    one.dims(sizes)
     if rank is not None:
-        cut.mesh.coords(rank)
+        one.mesh.coords(rank)
     if as_json:
-        _print_json(cut, sizes, rank)
+        _print_json(one, sizes, rank)
     elif rank is None:
-        print_lines(draw(cut, sizes, width=terminal_width(), unicode=wants_boxes()))
+        print_lines(draw(one, sizes, width=terminal_width(), unicode=wants_boxes()))
     else:
-        text = fitted("\n".join(pieces_table(cut, rank, sizes)))
+        text = fitted("\n".join(pieces_table(one, rank, sizes)))
         print_lines([[Span(line)] for line in text.splitlines()])
 
 
@@ -107,39 +108,37 @@ def _of_model(
         listed = {name: {"shape": shapes[name], **layouts[name].to_dict()} for name in shapes}
         print_json("show.model", {"model": model, "tensors": listed})
         return None
-    rows: dict[tuple[str, str, str], int] = {}
+    counts = Counter[tuple[str, str, str]]()
     for name, layout in layouts.items():
         pattern = re.sub(r"(?<=\.)\d+(?=\.)", "{i}", name)
-        size = format_shape(shapes[name])
-        key = pattern, size, str(layout).partition(" | on ")[0]
-        rows[key] = rows.get(key, 0) + 1
-    table = [(name, size, layout, str(count)) for (name, size, layout), count in rows.items()]
-    print(fitted("\n".join(align([("tensor", "shape", "layout", "count"), *table], right={3}))))
+        text = str(layout).partition(" | on ")[0]
+        counts[pattern, format_shape(shapes[name]), text] += 1
+    table = [("tensor", "shape", "layout", "count")]
+    table += [(*row, str(number)) for row, number in counts.items()]
+    print(fitted("\n".join(align(table, right={3}))))
     return None
 
 
 def _print_json(layout: Layout, shape: tuple[int, ...], rank: int | None) -> None:
     from reshard.show.holdings import num_boxes
 
-    ranks = layout.ranks if rank is None else [rank]
-    pieces = num_boxes(layout, shape)
-    if rank is None and pieces > MAX_PIECES:
+    boxes = num_boxes(layout, shape)
+    if rank is None and boxes > MAX_PIECES:
         raise LayoutError(
-            f'layout "{layout}" has {pieces} boxes for shape {shape}, and at most {MAX_PIECES} '
+            f'layout "{layout}" has {boxes} boxes for shape {shape}, and at most {MAX_PIECES} '
             "are listed: ask for one rank with --rank"
         )
-    held = []
-    for one in ranks:
-        boxes = [
+    ranks = []
+    for one in layout.ranks if rank is None else [rank]:
+        pieces = [
             {
-                "start": list(piece.box.start),
-                "stop": list(piece.box.stop),
+                "start": piece.box.start,
+                "stop": piece.box.stop,
                 "offset": piece.offset,
-                "strides": list(piece.strides),
+                "strides": piece.strides,
             }
             for piece in layout.pieces(one, shape)
         ]
-        local = list(layout.local_shape(one, shape))
-        coords = layout.mesh.coords(one)
-        held.append({"rank": one, "coords": coords, "local_shape": local, "pieces": boxes})
-    print_json("show", {**layout.to_dict(), "shape": list(shape), "ranks": held})
+        about = {"rank": one, "coords": layout.mesh.coords(one)}
+        ranks.append({**about, "local_shape": layout.local_shape(one, shape), "pieces": pieces})
+    print_json("show", {**layout.to_dict(), "shape": shape, "ranks": ranks})

@@ -21,18 +21,21 @@ different ranks. In the table, ranks that hold the same share a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import prod
+from typing import TypeVar
 
 import numpy as np
 
 from reshard.layout.boxlist import Listed, listed_of
 from reshard.layout.columns import Ints
-from reshard.layout.grid import Grid, grids_of
+from reshard.layout.grid import grids_of
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.mesh import format_ranks
+
+T = TypeVar("T")
 
 MAX_BOXES = 200_000
 """More boxes than this are not worth listing for a drawing."""
@@ -83,14 +86,6 @@ class Picture:
     """Which dims of the tensor are drawn; no other is sharded."""
     ndim: int
 
-    @property
-    def is_merged(self) -> bool:
-        return any(cell.num_parts > 1 for row in self.cells for cell in row)
-
-    def holders(self) -> list[tuple[int, ...]]:
-        """The different sets of ranks, in rising order: what is drawn in the same colour."""
-        return sorted({cell.ranks for row in self.cells for cell in row if cell.ranks})
-
 
 def picture_of(
     layout: Layout,
@@ -116,17 +111,10 @@ def picture_of(
     listed = replace(listed, starts=starts, stops=stops)
     lengths = shape if len(shape) == 2 else (1, *shape)
     rows, columns = map(_edges, starts.T, stops.T, lengths, most)
-    cells = tuple(
-        tuple(_cell(listed, pair, across) for across in pairwise(columns))
-        for pair in pairwise(rows)
-    )
-    # Rows, and then columns, that look like the one before are joined with it.
-    kept = [i for i in range(len(cells)) if i == 0 or cells[i] != cells[i - 1]]
-    turned = tuple(zip(*(cells[i] for i in kept), strict=True))
-    shown = [j for j in range(len(turned)) if j == 0 or turned[j] != turned[j - 1]]
-    lows, lefts = (*rows[kept].tolist(), lengths[0]), (*columns[shown].tolist(), lengths[1])
-    joined = tuple(zip(*(turned[j] for j in shown), strict=True))
-    return Picture(shape, lows, lefts, joined, dims, len(whole))
+    cells = [[_cell(listed, row, each) for each in pairwise(columns)] for row in pairwise(rows)]
+    kept, lows = _joined(cells, rows)
+    turned, lefts = _joined([*zip(*kept, strict=True)], columns)
+    return Picture(shape, lows, lefts, tuple(zip(*turned, strict=True)), dims, len(whole))
 
 
 def two_dims(shape: tuple[int, ...], layouts: Sequence[Layout]) -> tuple[int, ...] | None:
@@ -138,15 +126,15 @@ def two_dims(shape: tuple[int, ...], layouts: Sequence[Layout]) -> tuple[int, ..
     >>> two_dims((8, 6, 4), [Layout(Mesh(ep=2, tp=2), "ep - tp")])
     (0, 2)
     """
-    found: set[int] = set()
+    sharded: set[int] = set()
     for layout in layouts:
         if len(shape) < 3 or not prod(shape) or num_boxes(layout, shape) > MAX_BOXES:
             return None
         listed = listed_of(layout, shape)
         parts = (listed.starts > 0) | (listed.stops < np.array(shape, dtype=np.int64))
-        found |= set(np.flatnonzero(parts.any(axis=0)).tolist())
-    rest = [dim for dim in reversed(range(len(shape))) if dim not in found]
-    return tuple(sorted([*found, *rest[: 2 - len(found)]])) if len(found) <= 2 else None
+        sharded |= set(np.flatnonzero(parts.any(axis=0)).tolist())
+    rest = [dim for dim in reversed(range(len(shape))) if dim not in sharded]
+    return tuple(sorted([*sharded, *rest[: 2 - len(sharded)]])) if len(sharded) <= 2 else None
 
 
 def num_boxes(layout: Layout, shape: tuple[int, ...]) -> int:
@@ -175,11 +163,19 @@ def _edges(starts: Ints, stops: Ints, length: int, most: int) -> Ints:
 def _cell(listed: Listed, rows: tuple[int, int], columns: tuple[int, int]) -> Cell:
     low, high = np.array([rows, columns]).T
     sides = np.minimum(listed.stops, high) - np.maximum(listed.starts, low)
-    found = np.flatnonzero((sides > 0).all(axis=1))
-    whole = int(sides[found].prod(axis=1).sum()) == int((high - low).prod())
-    ranks = np.unique(np.concatenate([*map(listed.of, found.tolist()), np.zeros(0, np.int64)]))
-    same = len({listed.of(box).tobytes() for box in found.tolist()}) == 1
-    return Cell(tuple(map(int, ranks)), 1 if same else len(found), whole)
+    boxes = np.flatnonzero((sides > 0).all(axis=1))
+    whole = int(sides[boxes].prod(axis=1).sum()) == int((high - low).prod())
+    holders = {listed.of(box).tobytes() for box in boxes.tolist()}
+    ranks = np.unique(np.frombuffer(b"".join(holders), dtype=np.int64))
+    return Cell(tuple(ranks.tolist()), 1 if len(holders) == 1 else len(boxes), whole)
+
+
+def _joined(
+    lines: Sequence[Sequence[Cell]], edges: Ints
+) -> tuple[list[Sequence[Cell]], tuple[int, ...]]:
+    """Rows or columns without those that look like the one before, and where the rest begin."""
+    first = [i for i, line in enumerate(lines) if i == 0 or line != lines[i - 1]]
+    return [lines[i] for i in first], (*edges[first].tolist(), int(edges[-1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +194,7 @@ class Holding:
 class Holdings:
     """The first rows of a layout's table, and figures of all of them."""
 
-    rows: tuple[Holding, ...]
+    rows: Sequence[Holding]
     num_different: int
     """How many different things ranks hold."""
     num_ranks: int
@@ -210,63 +206,46 @@ def holdings(layout: Layout, shape: Sequence[int], most: int = 16) -> Holdings:
     """Group the ranks of a layout by what they hold; describe the first groups."""
     shape = tuple(shape)
     layout.dims(shape)
-    # There may be tables for a layout with the ranks that it lost.
-    is_whole = isinstance(layout, BoxLayout) or not layout.words.without
-    whole = layout if is_whole else Layout(layout.mesh, replace(layout.words, without=()))
+    lost, whole = set(layout.words.without), layout
+    if lost:  # there may be tables for a layout with the ranks that it lost
+        whole = Layout(layout.mesh, replace(layout.words, without=()))
     grids = grids_of(whole, shape)
-    keys: dict[int, tuple[object, ...]]
+    ranks_of: dict[object, list[int]] = {}
     if grids is None:
-        keys = {rank: tuple(p.box for p in layout.pieces(rank, shape)) for rank in layout.ranks}
+        for rank in layout.ranks:
+            ranks_of.setdefault(tuple(p.box for p in layout.pieces(rank, shape)), []).append(rank)
     else:
         regions = np.stack([grid.region_at for grid in grids], axis=1).tolist()
-        held = zip(grids[0].ranks.tolist(), map(tuple, regions), strict=True)
-        lost = set(layout.words.without)
-        keys = {rank: row for rank, row in held if rank not in lost and max(row) >= 0}
-    found: dict[object, list[int]] = {}
-    for rank, key in keys.items():
-        found.setdefault(key, []).append(rank)
-    groups = [tuple(sorted(ranks)) for key, ranks in found.items() if key]
-    kept = [group for group in groups if prod(layout.local_shape(group[0], shape))]
-    rows = tuple(_holding(layout, shape, grids, group) for group in kept[:most])
-    holders = {rank for group in kept for rank in group}
+        for rank, at in zip(grids[0].ranks.tolist(), regions, strict=True):
+            if rank not in lost and max(at) >= 0:
+                ranks_of.setdefault(tuple(at), []).append(rank)
+    groups = [tuple(sorted(ranks)) for key, ranks in ranks_of.items() if key]
+    local = {ranks: layout.local_shape(ranks[0], shape) for ranks in groups}
+    groups = [ranks for ranks in groups if prod(local[ranks])]
+    rows = []
+    for ranks in groups[:most]:
+        first, *others = [(layout.holds(rank) or {}).items() for rank in ranks]
+        coords = {axis: at for axis, at in first if all((axis, at) in one for one in others)}
+        if grids is None:
+            pieces = layout.pieces(ranks[0], shape)
+            text = _first_few(pieces, lambda piece: str(piece.box), "boxes", " ")
+        else:  # a product of runs of each dim
+            dims, _ = layout.intervals(ranks[0], shape)
+            runs = [_first_few(dim, lambda run: f"{run[0]}:{run[1]}", "runs", "+") for dim in dims]
+            text = f"[{', '.join(runs)}]"
+        rows.append(Holding(ranks, coords, local[ranks], text))
+    holders = {*chain(*groups)}
     idle = tuple(rank for rank in layout.ranks if rank not in holders)
-    return Holdings(rows, len(kept), len(holders), idle)
+    return Holdings(rows, len(groups), len(holders), idle)
 
 
-def _holding(
-    layout: Layout, shape: tuple[int, ...], grids: Sequence[Grid] | None, ranks: tuple[int, ...]
-) -> Holding:
-    if grids is None:
-        texts = [str(piece.box) for piece in layout.pieces(ranks[0], shape)]
-    else:
-        found = ((grid, grid.region_of(ranks[0])) for grid in grids)
-        texts = [_region_text(grid, region) for grid, region in found if region is not None]
-    coords: dict[str, int] = {}
-    if not isinstance(layout, BoxLayout):
-        places = [layout.mesh.coords(rank) for rank in ranks]
-        coords = {a: at for a, at in places[0].items() if all(at == one[a] for one in places)}
-    text = _some([text for text in texts if text], "boxes")
-    return Holding(ranks, coords, layout.local_shape(ranks[0], shape), text)
-
-
-def _region_text(grid: Grid, region: int) -> str:
-    """A region as the runs it has in each dim; empty where it has no elements."""
-    texts = []
-    for dim, part in zip(grid.dims, grid.parts_of(np.array([region])), strict=True):
-        mine = dim.parts == part
-        pairs = zip(dim.starts[mine][: MAX_RUNS + 1], dim.stops[mine], strict=False)
-        runs = [f"{low}:{high}" for low, high in pairs]
-        texts.append(_some(runs, "runs", int(np.count_nonzero(mine)), "+"))
-    return f"[{', '.join(texts)}]" if all(texts) else ""
-
-
-def _some(texts: Sequence[str], what: str, count: int | None = None, between: str = " ") -> str:
+def _first_few(items: Sequence[T], text_of: Callable[[T], str], what: str, between: str) -> str:
     """The first few of many.
 
-    >>> _some(["0:2", "4:6", "8:10", "12:14"], "runs", 64, "+")
-    '0:2+4:6+...64 runs'
+    >>> _first_few(range(0, 256, 4), str, "runs", "+")
+    '0+4+...64 runs'
     """
-    count = len(texts) if count is None else count
-    if count <= MAX_RUNS:
-        return between.join(texts)
-    return between.join([*texts[: MAX_RUNS - 1], f"...{count:,} {what}"])
+    if len(items) <= MAX_RUNS:
+        return between.join(map(text_of, items))
+    first = map(text_of, items[: MAX_RUNS - 1])
+    return between.join([*first, f"...{len(items):,} {what}"])

@@ -12,6 +12,7 @@ may be, and every combination of them is a name.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
@@ -42,9 +43,8 @@ def name_patterns(names: Iterable[str]) -> list[str]:
         for name, at in order.items()
         if name not in odd
     }
-    found = [(at, ".".join(map(_braces, parts))) for parts, at in _merge(items).items()]
-    found += [(order[name], name) for name in odd]
-    return [text for _, text in sorted(found)]
+    patterns = [(at, ".".join(map(_braces, parts))) for parts, at in _merge(items).items()]
+    return [text for _, text in sorted([*patterns, *((order[name], name) for name in odd)])]
 
 
 def named(names: Sequence[str], most: int = 4, width: int | None = None) -> str:
@@ -57,15 +57,15 @@ def named(names: Sequence[str], most: int = 4, width: int | None = None) -> str:
     >>> named(["a.0.w", "a.1.w", "b"], width=10)
     'a.{0-1}.w and 1 more pattern'
     """
-    found = name_patterns(names[:MAX_NAMES])
+    patterns = name_patterns(names[:MAX_NAMES])
     if width is None:
-        shown = [one if len(one) <= MAX_LENGTH else f"{one[:MAX_LENGTH]}..." for one in found]
+        shown = [one if len(one) <= MAX_LENGTH else f"{one[:MAX_LENGTH]}..." for one in patterns]
     else:
-        ends = accumulate(len(one) + len(", ") for one in found)
+        ends = accumulate(len(one) + len(", ") for one in patterns)
         most = max(min(most, sum(end <= width + len(", ") for end in ends)), 1)
-        shown = [shorten(one, width) for one in found[:most]]
+        shown = [shorten(one, width) for one in patterns[:most]]
     parts = [", ".join(shown[:most])]
-    for number, what in ((len(found) - most, "pattern"), (len(names) - MAX_NAMES, "name")):
+    for number, what in ((len(patterns) - most, "pattern"), (len(names) - MAX_NAMES, "name")):
         if number > 0:
             parts.append(count(number, f"more {what}"))
     return " and ".join(parts)
@@ -90,27 +90,25 @@ def _merge(items: dict[Parts, int]) -> dict[Parts, int]:
     words = [len({parts[at] for parts in items if at < len(parts)}) for at in range(width)]
     # The part with the most words first: thousands of experts become one name at once.
     order = sorted(range(width), key=lambda at: -words[at])
-    before: dict[Parts, int] = {}
-    while len(before) != len(items):
-        before = items
+    num_before = -1
+    while len(items) != num_before:
+        num_before = len(items)
         for part in order:
             items = _merge_at(items, part)
     return items
 
 
 def _merge_at(items: dict[Parts, int], part: int) -> dict[Parts, int]:
-    groups: dict[tuple[Parts, Parts, bool], list[tuple[frozenset[str], int]]] = {}
-    found: dict[Parts, int] = {}
+    merged = {parts: at for parts, at in items.items() if part >= len(parts)}
+    groups = defaultdict[tuple[Parts, Parts, bool], list[tuple[frozenset[str], int]]](list)
     for parts, at in items.items():
         if part < len(parts):  # numbers and words do not share braces
             key = parts[:part], parts[part + 1 :], _are_numbers(parts[part])
-            groups.setdefault(key, []).append((parts[part], at))
-        else:
-            found[parts] = at
+            groups[key].append((parts[part], at))
     for (head, tail, _), members in groups.items():
-        words = frozenset().union(*(one for one, _ in members))
-        found[(*head, words, *tail)] = min(at for _, at in members)
-    return found
+        words, places = zip(*members, strict=True)
+        merged[(*head, frozenset().union(*words), *tail)] = min(places)
+    return merged
 
 
 def _are_numbers(words: frozenset[str]) -> bool:

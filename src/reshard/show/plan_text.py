@@ -22,6 +22,7 @@ why
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -35,7 +36,7 @@ from reshard.planning.classes import Stack
 from reshard.planning.cost.summary import needs_of
 from reshard.planning.plans import Plan
 from reshard.show.name_patterns import named, named_pairs
-from reshard.text import align, count, format_bytes, format_shape, shorten
+from reshard.text import align, count, format_bytes, format_shape, printable, shorten
 
 MAX_ROWS = 24
 MAX_NAME = 64
@@ -70,7 +71,7 @@ class StackRow:
 
     @property
     def name(self) -> str:
-        return named_pairs(self.stack.names, MAX_NAME)
+        return printable(named_pairs(self.stack.names, MAX_NAME))
 
     @property
     def shape(self) -> str:
@@ -90,12 +91,11 @@ class StackRow:
 def describe(plan: Plan) -> str:
     """The table that ``str(plan)`` prints."""
     rows = stack_rows(plan)
-    why = ["why", *(f"  {sentence}" for sentence in reasons(plan))]
     parts = [
         [headline(plan, rows)],
-        [*_table(plan, rows)],
+        _table(plan, rows),
         align([(one.label, one.value + one.note) for one in figures(plan)]),
-        why,
+        ["why", *(f"  {sentence}" for sentence in reasons(plan))],
     ]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
@@ -114,49 +114,48 @@ def headline(plan: Plan, rows: Sequence[StackRow]) -> str:
 
 
 def stack_rows(plan: Plan) -> list[StackRow]:
-    wire: dict[Stack, int] = {}
-    span: dict[Stack, tuple[int, int]] = {}
+    wire = Counter[Stack]()
+    spans: dict[Stack, list[int]] = {}
     for flow, slot in zip(plan.flows, plan.schedule.slots, strict=True):
-        wire[flow.stack] = wire.get(flow.stack, 0) + needs_of(flow)[0]
-        low, high = span.get(flow.stack, (slot.first, slot.first))
+        wire[flow.stack] += needs_of(flow)[0]
         last = slot.first + max(slot.num_rounds, 1) - 1
-        span[flow.stack] = min(low, slot.first), max(high, last)
+        spans.setdefault(flow.stack, []).extend((slot.first, last))
     rows = []
     for stack in plan.stacks:
         # A join or a crop fills parts of its tensors.
         lengths = [sum(length for _, _, length in runs) for runs in stack.feed.moves]
-        size = prod(lengths or stack.want.shape) * itemsize(stack.want.dtype)
-        rows.append(StackRow(stack, size * len(stack.names), wire[stack], *span[stack]))
+        size = prod(lengths or stack.want.shape) * itemsize(stack.want.dtype) * len(stack.names)
+        rows.append(StackRow(stack, size, wire[stack], min(spans[stack]), max(spans[stack])))
     return rows
 
 
 def figures(plan: Plan) -> Iterator[Figure]:
     """What the move costs."""
-    found = plan.summary()
-    yield Figure("wire", *_against_least(found.wire_bytes, found.lower_bound_bytes))
-    rounds = count(found.num_rounds, "round")
-    yield Figure("messages", f"{found.num_messages:,}", f" in {rounds}")
+    cost = plan.summary()
+    yield Figure("wire", *_against_least(cost.wire_bytes, cost.lower_bound_bytes))
+    rounds = count(cost.num_rounds, "round")
+    yield Figure("messages", f"{cost.num_messages:,}", f" in {rounds}")
     cap = f" at most on a rank, under a cap of {format_bytes(plan.memory)}"
-    part = min(found.peak_bytes / plan.memory, 1.0) if plan.memory else None
-    yield Figure("staging", format_bytes(found.peak_bytes), cap, part)
-    if found.mean_sender_bytes:
+    part = min(cost.peak_bytes / plan.memory, 1.0) if plan.memory else None
+    yield Figure("staging", format_bytes(cost.peak_bytes), cap, part)
+    if cost.mean_sender_bytes:
         senders = int(np.count_nonzero(plan.traffic.first_hand))
-        ratio = found.busiest_sender_bytes / found.mean_sender_bytes
-        busiest = f"the busiest {format_bytes(found.busiest_sender_bytes)}, {ratio:.2f} x the mean"
+        ratio = cost.busiest_sender_bytes / cost.mean_sender_bytes
+        busiest = f"the busiest {format_bytes(cost.busiest_sender_bytes)}, {ratio:.2f} x the mean"
         yield Figure("sources", f"{senders:,}", f" send, {busiest}")
-    if found.copied_bytes:
-        yield Figure("copied", format_bytes(found.copied_bytes), " stays on its rank")
-    if found.busiest_relay_bytes:
+    if cost.copied_bytes:
+        yield Figure("copied", format_bytes(cost.copied_bytes), " stays on its rank")
+    if cost.busiest_relay_bytes:
         whom = "rank" if any(flow.direct for flow in plan.flows) else "destination rank"
-        mark = _imbalance(found.busiest_relay_bytes / max(found.mean_relay_bytes, 1))
+        mark = _imbalance(cost.busiest_relay_bytes / max(cost.mean_relay_bytes, 1))
         note = f" at most by one {whom}{mark}"
-        yield Figure("passed on", format_bytes(found.busiest_relay_bytes), note, bad=bool(mark))
-    if found.seconds is not None:
-        least = found.between_hosts_lower_bound_bytes
-        yield Figure("between hosts", *_against_least(found.between_hosts_bytes or 0, least))
-        mark = _imbalance(found.bottleneck_over_mean or 1.0)
-        note = f" predicted; the bottleneck is {found.bottleneck}{mark}"
-        yield Figure("seconds", f"{found.seconds:.3g}", note, bad=bool(mark))
+        yield Figure("passed on", format_bytes(cost.busiest_relay_bytes), note, bad=bool(mark))
+    if cost.seconds is not None:
+        least = cost.between_hosts_lower_bound_bytes
+        yield Figure("between hosts", *_against_least(cost.between_hosts_bytes or 0, least))
+        mark = _imbalance(cost.bottleneck_over_mean or 1.0)
+        note = f" predicted; the bottleneck is {cost.bottleneck}{mark}"
+        yield Figure("seconds", f"{cost.seconds:.3g}", note, bad=bool(mark))
 
 
 def _imbalance(ratio: float) -> str:
@@ -173,30 +172,29 @@ def _against_least(num_bytes: int, least: int | None) -> tuple[str, str]:
     return format_bytes(num_bytes), f", {over}the least possible {format_bytes(least)}"
 
 
-def _table(plan: Plan, rows: Sequence[StackRow]) -> Iterator[str]:
+def _table(plan: Plan, rows: Sequence[StackRow]) -> list[str]:
     """The largest stacks in the order in which they move, and how many are left out."""
     if not rows:
-        return
+        return []
     with_mesh, with_dtype = len(_meshes(plan)) > 1, len({row.dtype for row in rows}) > 1
     largest = set(sorted(range(len(rows)), key=lambda i: -rows[i].num_bytes)[:MAX_ROWS])
-    cells: list[tuple[str, ...]]
     cells = [("tensor", "shape", "dtype", "from", "to", "size", "wire", "round")]
     for row in (row for i, row in enumerate(rows) if i in largest):
         have, want = (
             shorten(f"{one.mesh}: {one}" if with_mesh else str(one), MAX_LAYOUT)
             for one in (row.stack.have.layout, row.stack.want.layout)
         )
-        sizes = map(format_bytes, (row.num_bytes, row.wire_bytes))
-        cells.append((row.name, row.shape, row.dtype, have, want, *sizes, row.rounds))
-    if not with_dtype:
-        cells = [row[:2] + row[3:] for row in cells]
-    width = len(cells[0])
-    yield from align(cells, right={width - 3, width - 2, width - 1})
-    if len(rows) > len(largest):
-        rest = [row for i, row in enumerate(rows) if i not in largest]
+        size, wire = map(format_bytes, (row.num_bytes, row.wire_bytes))
+        cells.append((row.name, row.shape, row.dtype, have, want, size, wire, row.rounds))
+    right = {5, 6, 7} if with_dtype else {4, 5, 6}
+    lines = align(cells if with_dtype else [row[:2] + row[3:] for row in cells], right=right)
+    rest = [row for i, row in enumerate(rows) if i not in largest]
+    if rest:
         tensors = sum(len(row.stack.names) for row in rest)
         size = format_bytes(sum(row.num_bytes for row in rest))
-        yield f"and {count(len(rest), 'smaller group')} of {count(tensors, 'tensor')}, {size}"
+        groups = count(len(rest), "smaller group")
+        lines.append(f"and {groups} of {count(tensors, 'tensor')}, {size}")
+    return lines
 
 
 def _meshes(plan: Plan) -> set[tuple[str, str]]:
@@ -209,45 +207,34 @@ def _change(before: str, after: str) -> str:
 
 def reasons(plan: Plan) -> list[str]:
     """Sentences that explain the figures of a plan, the most important first."""
-    names = sorted({fill.name for fill in plan.fills})
-    zeros = [f"The padding of {named(names)} has no source and becomes zeros."] if names else []
-    return [
-        *_bytes(plan),
-        *_sums(plan),
-        *_senders(plan),
-        *_changes(plan),
-        *_rounds(plan),
-        *_hosts(plan),
-        *zeros,
-    ]
+    parts = (_bytes, _senders, _changes, _rounds, _hosts)
+    sentences = [sentence for about in parts for sentence in about(plan)]
+    padded = printable(named(sorted({fill.name for fill in plan.fills})))
+    if padded:
+        sentences.append(f"The padding of {padded} has no source and becomes zeros.")
+    return sentences
 
 
 def _bytes(plan: Plan) -> Iterator[str]:
-    figures = plan.summary()
-    copied = format_bytes(figures.copied_bytes)
-    if not figures.wire_bytes:
-        here = f"destinations hold all {copied} they want"
-        yield f"Nothing travels: {here if figures.copied_bytes else 'there are no bytes'}."
-        return
-    if all(stack.have.layout.reduce for stack in plan.stacks):
-        return
-    wanted = figures.lower_bound_bytes + figures.copied_bytes
-    have = f"{copied} of it already" if figures.copied_bytes else "none of it"
-    yield (
-        f"Destinations want {format_bytes(wanted)} and hold {have}; each "
-        f"{'missing ' if figures.copied_bytes else ''}byte arrives once, so "
-        f"{format_bytes(figures.wire_bytes)} travels."
-    )
-
-
-def _sums(plan: Plan) -> Iterator[str]:
-    """Pending reductions send their addends to where they are added up."""
-    kinds = {
+    """What travels; pending reductions send their addends to where they are added up."""
+    cost = plan.summary()
+    copied, missing = format_bytes(cost.copied_bytes), "missing " if cost.copied_bytes else ""
+    sums = [
         (stack.have.layout.reduce[0], num_addends(stack.have.layout))
         for stack in plan.stacks
         if stack.have.layout.reduce
-    }
-    for kind, number in sorted(kinds):
+    ]
+    if not cost.wire_bytes:
+        here = f"destinations hold all {copied} they want"
+        yield f"Nothing travels: {here if missing else 'there are no bytes'}."
+    elif len(sums) < len(plan.stacks):
+        wanted = format_bytes(cost.lower_bound_bytes + cost.copied_bytes)
+        have = f"{copied} of it already" if missing else "none of it"
+        yield (
+            f"Destinations want {wanted} and hold {have}; each {missing}byte arrives once, so "
+            f"{format_bytes(cost.wire_bytes)} travels."
+        )
+    for kind, number in sorted({*sums}):
         yield (
             f"A pending {kind} of {number} addends is worked out where it is wanted: "
             "each receiver gets the addends it does not hold."
@@ -256,8 +243,8 @@ def _sums(plan: Plan) -> Iterator[str]:
 
 def _senders(plan: Plan) -> Iterator[str]:
     """Destinations pass on what several of them want; some sources send more than others."""
-    figures, first = plan.summary(), int(plan.traffic.first_hand.sum())
-    passed = figures.wire_bytes - first
+    cost, first = plan.summary(), int(plan.traffic.first_hand.sum())
+    passed = cost.wire_bytes - first
     if passed:
         takers = f"{(first + passed) / first:.3g} takers on average"
         if passed < first / 20:
@@ -269,12 +256,12 @@ def _senders(plan: Plan) -> Iterator[str]:
             f"A byte has {takers}, and they share the receiving: sources send "
             f"{format_bytes(first)}, the other {format_bytes(passed)} {where}."
         )
-    if figures.busiest_sender_bytes > 1.1 * figures.mean_sender_bytes:
+    if cost.busiest_sender_bytes > 1.1 * cost.mean_sender_bytes:
         rank = plan.ranks[int(plan.traffic.first_hand.argmax())]
+        ratio = cost.busiest_sender_bytes / cost.mean_sender_bytes
         yield (
-            f"Rank {rank} sends {format_bytes(figures.busiest_sender_bytes)}, "
-            f"{figures.busiest_sender_bytes / figures.mean_sender_bytes:.2f} x the mean: it holds "
-            "more of what others lack."
+            f"Rank {rank} sends {format_bytes(cost.busiest_sender_bytes)}, {ratio:.2f} x the mean: "
+            "it holds more of what others lack."
         )
 
 
@@ -309,15 +296,13 @@ def _rounds(plan: Plan) -> Iterator[str]:
 
 
 def _hosts(plan: Plan) -> Iterator[str]:
-    figures = plan.summary()
-    if figures.between_hosts_bytes is None or not figures.wire_bytes:
+    cost, enters = plan.summary(), ""
+    if cost.between_hosts_bytes is None or not cost.wire_bytes:
         return
-    least, enters = figures.between_hosts_lower_bound_bytes, ""
-    if least is not None:
-        once = figures.between_hosts_bytes == least
-        what = "each byte enters a host once" if once else f"at least {format_bytes(least)} must"
-        enters = f": {what}"
-    yield (
-        f"{format_bytes(figures.between_hosts_bytes)} goes between hosts{enters}. "
-        f"The bottleneck is {figures.bottleneck}."
-    )
+    least = cost.between_hosts_lower_bound_bytes
+    if least == cost.between_hosts_bytes:
+        enters = ": each byte enters a host once"
+    elif least is not None:
+        enters = f": at least {format_bytes(least)} must"
+    bottleneck = f"The bottleneck is {cost.bottleneck}."
+    yield f"{format_bytes(cost.between_hosts_bytes)} goes between hosts{enters}. {bottleneck}"

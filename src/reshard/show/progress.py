@@ -69,13 +69,11 @@ class Bar:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
-        columns = (SpinnerColumn(), BarColumn(30), TextColumn("{task.description}"))
-        # What the program prints meanwhile is not redirected.
         bar = Progress(
-            *columns,
+            *(SpinnerColumn(), BarColumn(30), TextColumn("{task.description}")),
             console=Console(stderr=True),
             transient=not self._stays,
-            redirect_stdout=False,
+            redirect_stdout=False,  # what the program prints meanwhile
             redirect_stderr=False,
         )
         with self._lock:
@@ -97,23 +95,15 @@ def describe(done: int, total: int, rounds: int, num_rounds: int, seconds: float
 
     >>> describe(6 << 30, 15 << 30, 24, 60, seconds=2.0)
     '6.0 GiB of 15.0 GiB, 3.2 GB/s, round 25 of 60, 3 s left'
+    >>> describe(1 << 30, 15 << 30, 3, 60, seconds=5.4)
+    '1.0 GiB of 15.0 GiB, 0.2 GB/s, round 4 of 60, 1 min 16 s left'
     >>> describe(0, 15 << 30, 0, 60, seconds=0.5)
     '0 B of 15.0 GiB, round 1 of 60'
     """
-    parts = [f"{format_bytes(done)} of {format_bytes(total)}"]
-    if done:
-        parts.append(f"{done / seconds / 1e9:.1f} GB/s")
-    parts.append(f"round {min(rounds + 1, num_rounds)} of {num_rounds}")
-    if done:
-        parts.append(f"{_duration(seconds * (total - done) / done)} left")
-    return ", ".join(parts)
-
-
-def _duration(seconds: float) -> str:
-    """Whole seconds, in minutes where there are many.
-
-    >>> _duration(2.6), _duration(75)
-    ('3 s', '1 min 15 s')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    moved = f"{format_bytes(done)} of {format_bytes(total)}"
+    part = f"round {min(rounds + 1, num_rounds)} of {num_rounds}"
+    if not done:
+        return f"{moved}, {part}"
+    minutes, rest = divmod(round(seconds * (total - done) / done), 60)
+    left = f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    return f"{moved}, {done / seconds / 1e9:.1f} GB/s, {part}, {left} left"

@@ -18,14 +18,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from reshard.errors import FormatError
 from reshard.layout.mesh import format_ranks
-from reshard.text import align, format_bytes
+from reshard.text import align, count, format_bytes
 
 MAX_LINES = 8
 
@@ -75,6 +75,8 @@ _SUMMED = (
     "bytes_sent", "bytes_received", "bytes_copied", "messages_sent", "messages_received",
     "packing", "waiting", "unpacking",
 )  # fmt: skip
+_WRITTEN = [field.name for field in fields(RoundReport) if field.name not in ("started", "events")]
+"""What a file has of a round."""
 
 
 @dataclass(slots=True)
@@ -139,16 +141,14 @@ class RunReport:
         >>> RunReport(0, 1, "ab", {1: "peer memory", 8: "network (gloo)", 2: "peer memory"}).peers()
         {'peer memory': [1, 2], 'network (gloo)': [8]}
         """
-        found: dict[str, list[int]] = {}
+        ranks: dict[str, list[int]] = {}
         for rank, name in sorted(self.transports.items()):
-            found.setdefault(name, []).append(rank)
-        return found
+            ranks.setdefault(name, []).append(rank)
+        return ranks
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data."""
-        rounds = [asdict(part) for part in self.rounds]
-        for part in rounds:
-            del part["events"], part["started"]
+        rounds = [{name: getattr(part, name) for name in _WRITTEN} for part in self.rounds]
         return {
             "schema": SCHEMA,
             "rank": self.rank,
@@ -169,28 +169,33 @@ class RunReport:
 
     @staticmethod
     def from_json(text: str) -> RunReport:
-        """Read what ``to_json`` wrote.
-
-        >>> RunReport.from_json(RunReport(3, 7, "ab", {1: "peer memory"}).to_json()).peers()
-        {'peer memory': [1]}
-        >>> RunReport.from_json("[]")
-        Traceback (most recent call last):
-        reshard.errors.FormatError: this is no run report: expected JSON with the schema \
-"reshard.run/2", as RunReport.save writes it
-        """
+        """Read what ``to_json`` wrote."""
         try:
-            return _read(json.loads(text))
+            data = json.loads(text)
+            if data["schema"] != SCHEMA:
+                raise ValueError("another schema")
+            times = (float(_number(data[name])) for name in ("seconds", "setup", "handshake"))
+            seconds, setup, handshake = times
+            rounds = [RoundReport(**_numbers(part)) for part in data["rounds"]]
+            if rounds:  # what the handshake took is when the first round began
+                rounds[0].started = setup + handshake
+            transports = {int(rank): str(name) for rank, name in data["transports"].items()}
+            rank, call = int(_number(data["rank"])), int(_number(data["call"]))
+            report = RunReport(rank, call, str(data["plan"]), transports, rounds, seconds, setup)
+            report.started, report.clock = 0.0, float(_number(data["started"]))
+            return report
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise FormatError(f"this is no run report: {EXPECTED}") from None
 
     @staticmethod
     def load(path: str | Path) -> RunReport:
         """Read what ``save`` wrote as ``.json``."""
-        path = Path(path)
-        if path.stat().st_size > MAX_FILE:
+        with Path(path).open("rb") as file:
+            data = file.read(MAX_FILE + 1)
+        if len(data) > MAX_FILE:
             raise FormatError(f'"{path}" is larger than {MAX_FILE} bytes: is it a run report?')
         try:
-            return RunReport.from_json(path.read_text(encoding="utf-8"))
+            return RunReport.from_json(data.decode())
         except (FormatError, UnicodeDecodeError):
             raise FormatError(f'"{path}" is no run report: {EXPECTED}') from None
 
@@ -224,74 +229,48 @@ class RunReport:
         return str(import_module("reshard.show.page.notebook").run_cell(self))
 
     def __str__(self) -> str:
-        """The report as a table.
-
-        >>> part = RoundReport(0, 8 << 20, 8 << 20, 0, 1, 1, waiting=0.001, unpacking=0.0062)
-        >>> part.started, part.seconds = 0.0006, 0.0074
-        >>> report = RunReport(0, 7, "ab", {1: "peer memory"}, [part], 0.008, 0.0005, started=0.0)
-        >>> print(str(report).partition("packing includes")[0].rstrip())
-        rank 0, call 7: 8.0 MiB sent, 8.0 MiB received, 0 B kept, in 8.00 ms (1.05 GB/s)
-        <BLANKLINE>
-        round     sent  messages  received  messages  kept  packing  waiting  unpacking      all
-        1      8.0 MiB         1   8.0 MiB         1   0 B     0 us  1.00 ms    6.20 ms  7.40 ms
-        <BLANKLINE>
-        peer memory  to and from rank 1
-        setup        500 us, handshake 100 us
-        staging      0 B at most, beyond the tensors
-        """
+        """The report as a table: the slowest rounds, and how each peer was reached."""
         if not self.rounds:
             return f"rank {self.rank} has no part in this move"
         call = f", call {self.call}" if self.call >= 0 else ""
-        sent, received, kept = map(
-            format_bytes, (self.bytes_sent, self.bytes_received, self.bytes_copied)
-        )
+        moved = (self.bytes_sent, self.bytes_received, self.bytes_copied)
+        sent, received, kept = map(format_bytes, moved)
         head = (
             f"rank {self.rank}{call}: {sent} sent, {received} received, {kept} kept, in "
             f"{format_seconds(self.seconds)} ({self.bytes_per_second / 1e9:.2f} GB/s)"
         )
-        rows = [
-            (name, f"to and from rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)}")
-            for name, ranks in self.peers().items()
-        ]
         setup, handshake = map(format_seconds, (self.setup, self.handshake))
-        rows.append(("setup", f"{setup}, handshake {handshake}"))
-        rows.append(("staging", f"{format_bytes(self.peak_staging)} at most, beyond the tensors"))
+        rows = [
+            *(
+                (name, f"to and from rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)}")
+                for name, ranks in self.peers().items()
+            ),
+            ("setup", f"{setup}, handshake {handshake}"),
+            ("staging", f"{format_bytes(self.peak_staging)} at most, beyond the tensors"),
+        ]
         return "\n".join([head, "", *self._table(), "", *align(rows), LEGEND])
 
     def _table(self) -> list[str]:
-        shown = self.rounds
-        if len(shown) > MAX_LINES:
-            slowest = sorted(shown, key=lambda part: -part.seconds)[:MAX_LINES]
-            shown = sorted(slowest, key=lambda part: part.round)
-        rows = [_cells(str(part.round + 1), part) for part in shown]
-        if len(self.rounds) > 1:
-            sums = {name: getattr(self, name) for name in _SUMMED}
-            all_rounds = sum(part.seconds for part in self.rounds)
-            rows.append(_cells("total", RoundReport(0, **sums, seconds=all_rounds)))
+        """The slowest rounds in order, and the sum of all."""
+        slowest = sorted(self.rounds, key=lambda part: -part.seconds)[:MAX_LINES]
+        shown = sorted(slowest, key=lambda part: part.round)
         heads = ("round", "sent", "messages", "received", "messages", "kept")
-        table = [(*heads, "packing", "waiting", "unpacking", "all"), *rows]
-        lines = align(table, right=range(1, len(table[0])))
-        left = len(self.rounds) - len(shown)
-        if left:
-            lines.insert(-1, f"and {left} faster round{'s' if left > 1 else ''}")
+        rows: list[tuple[str, ...]] = [(*heads, "packing", "waiting", "unpacking", "all")]
+        rows += [_cells(str(part.round + 1), part, part.seconds) for part in shown]
+        if len(self.rounds) > 1:
+            rows.append(_cells("total", self, sum(part.seconds for part in self.rounds)))
+        lines = align(rows, right=range(1, len(heads) + 4))
+        left_out = len(self.rounds) - len(shown)
+        if left_out:
+            lines.insert(-1, f"and {count(left_out, 'faster round')}")
         return lines
 
 
-def _read(data: Any) -> RunReport:
-    if data["schema"] != SCHEMA:
-        raise ValueError("another schema")
-    rounds = [
-        RoundReport(**{name: _number(part[name]) for name in part}) for part in data["rounds"]
-    ]
-    transports = {int(rank): str(name) for rank, name in data["transports"].items()}
-    times = {name: float(_number(data[name])) for name in ("seconds", "setup", "handshake")}
-    if rounds:  # what the handshake took is when the first round began
-        rounds[0].started = times["setup"] + times["handshake"]
-    return RunReport(
-        int(_number(data["rank"])), int(_number(data["call"])), str(data["plan"]), transports,
-        rounds, times["seconds"], times["setup"], started=0.0,
-        clock=float(_number(data["started"])),
-    )  # fmt: skip
+def _numbers(part: Any) -> dict[str, Any]:
+    """A round as a file has it."""
+    if not part.keys() <= {*_WRITTEN}:
+        raise ValueError("other keys")
+    return {name: _number(value) for name, value in part.items()}
 
 
 def _number(value: Any) -> Any:
@@ -301,13 +280,13 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _cells(label: str, part: RoundReport) -> tuple[str, ...]:
+def _cells(label: str, part: RoundReport | RunReport, seconds: float) -> tuple[str, ...]:
     """One line of the table: a round, or the sum of all."""
     return (
         label, format_bytes(part.bytes_sent), f"{part.messages_sent:,}",
         format_bytes(part.bytes_received), f"{part.messages_received:,}",
         format_bytes(part.bytes_copied),
-        *map(format_seconds, (part.packing, part.waiting, part.unpacking, part.seconds)),
+        *map(format_seconds, (part.packing, part.waiting, part.unpacking, seconds)),
     )  # fmt: skip
 
 
@@ -336,37 +315,39 @@ def _timeline(reports: Sequence[RunReport]) -> list[dict[str, Any]]:
     slices = [event for report in shown for event in _slices_of(report, origin)]
     # Of slices that start together the longer is the outer one.
     slices.sort(key=lambda event: (event["ts"], -event["dur"]))
-    about: list[tuple[str, int, int, dict[str, object]]] = []
+
+    def about(name: str, rank: int, track: int, /, **args: Any) -> dict[str, Any]:
+        return {"ph": "M", "name": name, "pid": rank, "tid": track, "args": args}
+
+    names = []
     for rank in sorted({report.rank for report in shown}):
-        about.append(("process_name", rank, 0, {"name": f"rank {rank}"}))
-        about.append(("process_sort_index", rank, 0, {"sort_index": rank}))
+        names.append(about("process_name", rank, 0, name=f"rank {rank}"))
+        names.append(about("process_sort_index", rank, 0, sort_index=rank))
     for rank, call in sorted({(report.rank, report.call) for report in shown}):
         name = f"call {call}" if call >= 0 else "alone"
-        about.append(("thread_name", rank, call + 1, {"name": name}))
-    keys = ("name", "pid", "tid", "args")
-    return [*({"ph": "M", **dict(zip(keys, one, strict=True))} for one in about), *slices]
+        names.append(about("thread_name", rank, call + 1, name=name))
+    return names + slices
 
 
 def _slices_of(report: RunReport, origin: int) -> Iterator[dict[str, Any]]:
-    def piece(name: str, start: float, end: float, **details: Any) -> dict[str, Any]:
+    def piece(name: str, start: float, seconds: float, **details: Any) -> dict[str, Any]:
         # Whole nanoseconds: slices that touch must not overlap by a rounding.
-        low, high = (_nanoseconds(report, moment) - origin for moment in (start, end))
+        moments = (start, start + seconds)
+        low, high = (_nanoseconds(report, moment) - origin for moment in moments)
         times = {"ts": low / 1000, "dur": (high - low) / 1000}
         where = {"pid": report.rank, "tid": report.call + 1}
         return {"ph": "X", "name": name, "cat": "reshard", **times, **where, "args": details}
 
-    began, ready = report.started, report.started + report.setup
     about = {"plan": report.digest, "staged": report.peak_staging}
-    yield piece("move", began, began + report.seconds, **about)
+    yield piece("move", report.started, report.seconds, **about)
     if report.rounds:
-        yield piece("setup", began, ready)
-        yield piece("handshake", ready, ready + report.handshake)
+        yield piece("setup", report.started, report.setup)
+        yield piece("handshake", report.started + report.setup, report.handshake)
     for part in report.rounds:
         figures = {"sent": part.bytes_sent, "received": part.bytes_received}
-        name, end = f"round {part.round + 1}", part.started + part.seconds
-        yield piece(name, part.started, end, **figures)
+        yield piece(f"round {part.round + 1}", part.started, part.seconds, **figures)
         for phase, at, seconds in part.events:
-            yield piece(phase, at, at + seconds, round=part.round + 1)
+            yield piece(phase, at, seconds, round=part.round + 1)
 
 
 def _nanoseconds(report: RunReport, moment: float) -> int:

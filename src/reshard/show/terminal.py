@@ -22,9 +22,8 @@ Lines are spans of text with colours behind them, or the same text plain:
 from __future__ import annotations
 
 import colorsys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import compress, pairwise
 from typing import TextIO, TypeAlias
 
@@ -47,6 +46,7 @@ _CORNERS = {
     "lrud": "\u253c",
 }  # fmt: skip
 """Corners of a frame by the sides (left, right, up, down) to which they have a line."""
+_ASCII = {"": " ", "ud": "|", "lr": "-"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +65,15 @@ def draw(
     layout: Layout, shape: Sequence[int], *, width: int = 80, unicode: bool = False
 ) -> list[Line]:
     """A headline, a picture where there can be one, and a table of the ranks."""
-    found = holdings(layout, shape, MAX_ROWS)
+    held_by = holdings(layout, shape, MAX_ROWS)
     most = (MAX_ROWS, max((min(width, 80) - 10) // (CELL_WIDTH + 1), 1))
     picture = picture_of(layout, shape, most)
-    lines: list[Line] = [[Span(_headline(layout, shape, found), bold=True)], []]
+    lines: list[Line] = [[Span(_headline(layout, shape, held_by), bold=True)], []]
     if picture is not None:
         lines += [*frame(picture, width, unicode=unicode, tall=True), []]
-    if picture is not None and picture.is_merged:
-        lines += [[Span("a..b: parts on ranks a to b, too small to draw one by one")], []]
-    return lines + [[Span(line)] for line in table(found, width)]
+        if any(cell.num_parts > 1 for row in picture.cells for cell in row):
+            lines += [[Span("a..b: parts on ranks a to b, too small to draw one by one")], []]
+    return lines + [[Span(line)] for line in table(held_by, width)]
 
 
 def as_text(layout: Layout, shape: Sequence[int], width: int = 80) -> str:
@@ -81,56 +81,48 @@ def as_text(layout: Layout, shape: Sequence[int], width: int = 80) -> str:
     return plain(draw(layout, shape, width=width))
 
 
-def _headline(layout: Layout, shape: Sequence[int], found: Holdings) -> str:
+def _headline(layout: Layout, shape: Sequence[int], held_by: Holdings) -> str:
     """The layout, its mesh and how often everything is held, in a sentence."""
     where = "" if isinstance(layout, BoxLayout) else f" on mesh {layout.mesh}"
     what = "no rank holds any element"
-    if found.num_different:
-        each, rest = divmod(found.num_ranks, found.num_different)
-        ranks = found.num_ranks if rest else each
-        evenly = found.num_different > 1 and not rest
-        what = f"{count(found.num_different, 'part')}, {'each ' if evenly else ''}on "
-        what += count(ranks, "rank")
+    if held_by.num_different:
+        each, rest = divmod(held_by.num_ranks, held_by.num_different)
+        ranks = count(held_by.num_ranks if rest else each, "rank")
+        evenly = "each " if held_by.num_different > 1 and not rest else ""
+        what = f"{count(held_by.num_different, 'part')}, {evenly}on {ranks}"
     if layout.reduce:
         what += f", with a pending {layout.reduce[0]} over {' '.join(layout.reduce[1])}"
     return f"{shorten(str(layout), 60)}{where}, shape {format_shape(shape)}: {what}"
 
 
-def table(found: Holdings, width: int = 80) -> list[str]:
+def table(held_by: Holdings, width: int = 80) -> list[str]:
     """The ranks, their coordinates, and what they hold."""
-    if not found.rows:
+    if not held_by.rows:
         return []
     rows = [("ranks", "at", "local shape", "holds")]
-    for row in found.rows:
-        at = " ".join(f"{axis}={place}" for axis, place in row.coords.items())
+    for row in held_by.rows:
         ranks = shorten(format_ranks(row.ranks), 24)
-        rows.append((ranks, at, format_shape(row.local_shape), row.text))
+        rows.append((ranks, _coords(row.coords), format_shape(row.local_shape), row.text))
     lines = [shorten(line, max(width, 60)) for line in align(rows)]
-    if found.num_different > len(found.rows):
-        lines.append(f"and {count(found.num_different - len(found.rows), 'more part')}")
-    if found.idle:
-        verb = "holds" if len(found.idle) == 1 else "hold"
-        named = shorten(format_ranks(found.idle), 40)
-        lines.append(f"{count(len(found.idle), 'rank')} {verb} nothing: {named}")
+    if held_by.num_different > len(held_by.rows):
+        lines.append(f"and {count(held_by.num_different - len(held_by.rows), 'more part')}")
+    if held_by.idle:
+        verb = "holds" if len(held_by.idle) == 1 else "hold"
+        ranks = shorten(format_ranks(held_by.idle), 40)
+        lines.append(f"{count(len(held_by.idle), 'rank')} {verb} nothing: {ranks}")
     return lines
 
 
-def pieces_table(layout: Layout, rank: int, shape: Sequence[int]) -> list[str]:
-    """What one rank holds, box by box, and where each sits in its local tensor.
+def _coords(coords: Mapping[str, int]) -> str:
+    return " ".join(f"{axis}={at}" for axis, at in coords.items())
 
-    >>> from reshard.layout.mesh import Mesh
-    >>> for line in pieces_table(Layout(Mesh(cp=2), "cp~"), 0, (8,)):
-    ...     print(line)
-    rank 0 at cp=0 of mesh cp=2 holds 4 elements in 2 pieces, local shape 4
-    <BLANKLINE>
-    box    offset  strides
-    [0:2]       0  1
-    [6:8]       2  1
-    """
+
+def pieces_table(layout: Layout, rank: int, shape: Sequence[int]) -> list[str]:
+    """What one rank holds, box by box, and where each sits in its local tensor."""
     pieces = layout.pieces(rank, shape)
     if not pieces:
         return [f"rank {rank} holds nothing of shape {format_shape(shape)} in layout {layout}"]
-    at = " ".join(f"{axis}={place}" for axis, place in (layout.holds(rank) or {}).items())
+    at = _coords(layout.holds(rank) or {})
     num_elements = sum(piece.box.size for piece in pieces)
     first = (
         f"rank {rank}{f' at {at}' * bool(at)} of mesh {layout.mesh} holds "
@@ -151,12 +143,28 @@ def frame(picture: Picture, width: int, *, unicode: bool = False, tall: bool = F
     is_flat = len(picture.shape) == 1
     gutter = 2 if is_flat else max(len(str(edge)) for edge in picture.rows) + 3
     last = len(str(picture.columns[-1])) - 1
-    room = min(width, MAX_WIDTH) - gutter - len(picture.columns) - last
-    widths = _shares(picture.columns, room, CELL_WIDTH)
-    lines = min(MAX_LINES, 4 * len(picture.cells)) if tall and not is_flat else 1
-    heights = _shares(picture.rows, lines, 1)
+    inside = min(width, MAX_WIDTH) - gutter - len(picture.columns) - last
+    widths = _shares(picture.columns, inside, CELL_WIDTH)
+    num_lines = min(MAX_LINES, 4 * len(picture.cells)) if tall and not is_flat else 1
+    heights = _shares(picture.rows, num_lines, 1)
+    header, at = "", gutter
+    for edge, each in zip(picture.columns, (*widths, 0), strict=True):
+        if len(header) < at or not header:
+            header = header.ljust(at) + str(edge)
+        at += each + 1
     cells = {(i, j): cell for i, row in enumerate(picture.cells) for j, cell in enumerate(row)}
-    return list(_Frame(picture, cells, widths, heights, gutter, unicode).lines())
+    labels = _labelled(cells, widths, heights)
+    colours = hues(sorted({cell.ranks for cell in cells.values() if cell.ranks}))
+    lines: list[Line] = [[Span(header)]]
+    for row, height in enumerate((*heights, 0)):
+        index = "" if is_flat else str(picture.rows[row])
+        border = _line(cells, (row - 1, row), widths, set(), colours, unicode)
+        lines.append([Span(index.rjust(gutter - 1) + " "), *border])
+        for line in range(height):
+            texts = labels if line == (height - 1) // 2 else set()
+            inner = _line(cells, (row, row), widths, texts, colours, unicode)
+            lines.append([Span(" " * gutter), *inner])
+    return lines
 
 
 def _shares(edges: Sequence[int], total: int, least: int) -> list[int]:
@@ -165,99 +173,60 @@ def _shares(edges: Sequence[int], total: int, least: int) -> list[int]:
     >>> _shares((0, 1, 8), 20, 5), _shares((0, 1, 2, 3), 20, 5)
     ([5, 15], [6, 6, 6])
     """
-    sizes = [high - low for low, high in pairwise(edges)]
-    found = [max(total * size // edges[-1], least) for size in sizes]
-    while sum(found) > total and max(found) > least:
-        found[found.index(max(found))] -= 1
-    return found
+    shares = [max(total * (high - low) // edges[-1], least) for low, high in pairwise(edges)]
+    while sum(shares) > total and max(shares) > least:
+        shares[shares.index(max(shares))] -= 1
+    return shares
 
 
-@dataclass(frozen=True)
-class _Frame:
-    picture: Picture
-    cells: Mapping[tuple[int, int], Cell]
-    widths: Sequence[int]
-    heights: Sequence[int]
-    gutter: int
-    unicode: bool
+Place = tuple[int, int]
+"""The row and the column of a cell."""
 
-    def lines(self) -> Iterator[Line]:
-        """The indices of the columns, then borders and rows in turn."""
-        header, at = "", self.gutter
-        for edge, width in zip(self.picture.columns, (*self.widths, 0), strict=True):
-            if len(header) < at or not header:
-                header = header.ljust(at) + str(edge)
-            at += width + 1
-        yield [Span(header)]
-        for row, height in enumerate(self.heights):
-            yield self._border(row)
-            for line in range(height):
-                yield self._row(row, line == (height - 1) // 2)
-        yield self._border(len(self.heights))
 
-    def _row(self, row: int, with_labels: bool) -> Line:
-        spans, shown = [Span(" " * self.gutter)], self._labels if with_labels else {}
-        for column, width in enumerate(self.widths):
-            label = self._labels[row, column].text(width) if (row, column) in shown else ""
-            text = Span(label[:width].center(width), self._colour(row, column))
-            spans += [self._wall(row, column), text]
-        return [*spans, self._wall(row, len(self.widths))]
+def _labelled(
+    cells: Mapping[Place, Cell], widths: Sequence[int], heights: Sequence[int]
+) -> set[Place]:
+    """The cell of each region of equal neighbours that bears its label: its widest one."""
+    left, labelled = set(cells), set()
+    while left:
+        first = min(left)
+        region, pending = {first}, [first]
+        while pending:
+            i, j = pending.pop()
+            near = {(i - 1, j), (i + 1, j), (i, j - 1), (i, j + 1)} & left - region
+            alike = {place for place in near if cells[place] == cells[first]}
+            region |= alike
+            pending += alike
+        left -= region
+        labelled.add(max(sorted(region), key=lambda at: widths[at[1]] * heights[at[0]]))
+    return labelled
 
-    def _wall(self, row: int, column: int) -> Span:
-        if self._has_wall(row, column):
-            return Span("\u2502" if self.unicode else "|")
-        return Span(" ", self._colour(row, column))
 
-    def _border(self, row: int) -> Line:
-        index = "" if len(self.picture.shape) == 1 else str(self.picture.rows[row])
-        spans = [Span(index.rjust(self.gutter - 1) + " ")]
-        for column, width in enumerate(self.widths):
-            floor = Span(("\u2500" if self.unicode else "-") * width)
-            if not self._has_floor(row, column):
-                floor = Span(" " * width, self._colour(row, column))
-            spans += [Span(self._corner(row, column)), floor]
-        return [*spans, Span(self._corner(row, len(self.widths)))]
+def _line(
+    cells: Mapping[Place, Cell],
+    rows: tuple[int, int],
+    widths: Sequence[int],
+    labelled: Collection[Place],
+    colours: Mapping[tuple[int, ...], str],
+    unicode: bool,
+) -> Iterator[Span]:
+    """A line between two rows of cells, or inside a row, which then is both of them.
 
-    def _corner(self, row: int, column: int) -> str:
-        across = self._has_floor(row, column - 1), self._has_floor(row, column)
-        down = self._has_wall(row - 1, column), self._has_wall(row, column)
-        found = "".join(compress("lrud", (*across, *down)))
-        if self.unicode:
-            return _CORNERS[found]
-        return {"": " ", "ud": "|", "lr": "-"}.get(found, "+")
-
-    def _has_wall(self, row: int, column: int) -> bool:
-        """Whether there is a line on the left of a cell."""
-        return self.cells.get((row, column - 1)) != self.cells.get((row, column))
-
-    def _has_floor(self, row: int, column: int) -> bool:
-        """Whether there is a line above a cell."""
-        return self.cells.get((row - 1, column)) != self.cells.get((row, column))
-
-    def _colour(self, row: int, column: int) -> str | None:
-        return self._hues.get(self.cells[row, column].ranks)
-
-    @cached_property
-    def _hues(self) -> Mapping[tuple[int, ...], str]:
-        return hues(self.picture.holders())
-
-    @cached_property
-    def _labels(self) -> dict[tuple[int, int], Cell]:
-        """The cell of each region of equal neighbours that bears its label: its widest one."""
-        left, labels = set(self.cells), {}
-        while left:
-            first = min(left)
-            region, pending = {first}, [first]
-            while pending:
-                i, j = pending.pop()
-                near = {(i - 1, j), (i + 1, j), (i, j - 1), (i, j + 1)} & left - region
-                alike = {place for place in near if self.cells[place] == self.cells[first]}
-                region |= alike
-                pending += alike
-            left -= region
-            widest = max(sorted(region), key=lambda at: self.widths[at[1]] * self.heights[at[0]])
-            labels[widest] = self.cells[widest]
-        return labels
+    Cells that differ have a line between them; outside of the picture is another cell.
+    """
+    above, below = rows
+    for column, width in enumerate((*widths, 0)):
+        around = [cells.get((row, at)) for row in rows for at in (column - 1, column)]
+        differ = [around[a] != around[b] for a, b in ((0, 2), (1, 3), (0, 1), (2, 3))]
+        sides, cell = "".join(compress("lrud", differ)), around[3]
+        colour = colours.get(cell.ranks) if cell else None
+        corner = _CORNERS[sides] if unicode else _ASCII.get(sides, "+")
+        yield Span(corner, None if sides or above != below else colour)
+        if differ[1]:
+            yield Span(("\u2500" if unicode else "-") * width)
+        elif width:
+            label = cells[below, column].text(width) if (below, column) in labelled else ""
+            yield Span(label[:width].center(width), colour)
 
 
 def plain(lines: Iterable[Line]) -> str:

@@ -29,6 +29,7 @@ that lengths compare bytes.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -37,7 +38,9 @@ from typing import Any
 import numpy as np
 
 from reshard.layout.columns import Ints, distinct, numbered
+from reshard.layout.mesh import format_ranks
 from reshard.planning.plans import Plan
+from reshard.planning.rank import Rows
 from reshard.show.terminal import Line, Span, heat
 
 MAX_TRACKS = 256
@@ -57,8 +60,7 @@ class Groups:
     def find(self, numbers: Ints) -> Ints:
         """The groups of these numbers; of any group where a number is in none."""
         at = np.minimum(np.searchsorted(self.numbers, numbers), max(len(self.of) - 1, 0))
-        found: Ints = self.of[at] if len(self.of) else at
-        return found
+        return self.of[at] if len(self.of) else at
 
 
 def group(numbers: Ints, most: int) -> Groups:
@@ -67,16 +69,13 @@ def group(numbers: Ints, most: int) -> Groups:
     >>> group(np.arange(10, 64), 16).labels[:2]
     ('10-11', '12-15')
     """
-    numbers = distinct(numbers)
-    size = 1
+    numbers, size = distinct(numbers), 1
     while len(distinct(numbers // size)) > most:
         size *= 2
     blocks, of = numbered(numbers // size)
-    ends = (np.searchsorted(of, range(len(blocks)), side) for side in ("left", "right"))
-    runs = zip(*ends, strict=True)
-    low_high = [(numbers[start], numbers[stop - 1]) for start, stop in runs]
-    labels = tuple(f"{low}-{high}" if high > low else str(low) for low, high in low_high)
-    return Groups(labels, numbers, of)
+    members = (numbers[of == block] for block in range(len(blocks)))
+    labels = (format_ranks(range(some[0], some[-1] + 1)) for some in members)
+    return Groups(tuple(labels), numbers, of)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -109,8 +108,7 @@ def traffic_matrix(plan: Plan, most: int = 16) -> Matrix:
     columns = group(number[traffic.received > 0], most)
     shape = len(rows.labels), len(columns.labels)
     places = rows.find(number), columns.find(number)
-    tables = (table[: shape[0], : shape[1]] for table in traffic.between(*places))
-    num_bytes, first_hand = tables
+    num_bytes, first_hand = (table[: shape[0], : shape[1]] for table in traffic.between(*places))
     return Matrix(kind, rows.labels, columns.labels, num_bytes, first_hand, *places)
 
 
@@ -166,53 +164,45 @@ def _events(plan: Plan, groups: Groups) -> Iterator[dict[str, Any]]:
             yield {**about, "name": "thread_name", "tid": track, "args": {"name": what}}
     start = 0.0
     for number, exchanged in sorted(_messages(plan, groups).items()):
-        busy: dict[tuple[int, int], float] = {}
-        for (source, destination), (num_bytes, count) in exchanged:
+        busy = defaultdict[tuple[int, int], float](float)
+        for source, destination, num_bytes, count in exchanged:
             length = _microseconds(plan, groups, (source, destination), num_bytes, count)
             ends = (source, 0, "to", destination), (destination, 1, "from", source)
-            for process, track, word, other in ends:
-                at = busy.get((process, track), 0.0)
-                busy[process, track] = at + length
+            for process, track, direction, other in ends:
+                at = start + busy[process, track]
+                busy[process, track] += length
+                name = f"{direction} {groups.labels[other]}"
                 where = {"cat": "round", "pid": process, "tid": track}
-                times = {"ts": round(start + at, 3), "dur": round(length, 3)}
+                times = {"ts": round(at, 3), "dur": round(length, 3)}
                 about = {"round": number, "bytes": num_bytes, "messages": count}
-                name = f"{word} {groups.labels[other]}"
                 yield {"ph": "X", "name": name, **where, **times, "args": about}
         start += max(busy.values(), default=0.0)
 
 
-Messages = list[tuple[tuple[int, int], tuple[int, int]]]
-"""Groups of senders and of receivers; bytes between them, and messages of single ranks."""
-
-
-def _messages(plan: Plan, groups: Groups) -> dict[int, Messages]:
-    """The messages of every round, added up by groups of ranks."""
-    rounds: dict[int, list[tuple[Ints, Ints, Ints]]] = {}
-    for rank in plan.ranks:
-        for rows in plan.for_rank(rank).sends.rows:
+def _messages(plan: Plan, groups: Groups) -> dict[int, list[tuple[int, int, int, int]]]:
+    """What goes from group to group in every round: bytes, and messages of single ranks."""
+    rounds = defaultdict[int, list[tuple[Ints, Ints, Ints]]](list)
+    for flow, slot in zip(plan.flows, plan.schedule.slots, strict=True):
+        for transfers in flow.everything():
+            away = np.flatnonzero(transfers.source != transfers.destination)
+            rows = Rows(flow, slot, transfers.take(away))
             for number in rows.rounds():
-                kept, low, high = rows.of_round(number)
-                if len(kept):
-                    to, sizes = rows.transfers.destination[kept], high - low
-                    itemsize = rows.flow.stack.itemsize_at(rows.transfers.hop)
-                    sent = (np.full_like(to, rank), to, sizes * itemsize)
-                    rounds.setdefault(number, []).append(sent)
-    return {number: _grouped(sent, groups) for number, sent in rounds.items()}
-
-
-def _grouped(sent: list[tuple[Ints, Ints, Ints]], groups: Groups) -> Messages:
-    """Add up what goes from one group to another, and count the pairs of ranks."""
-    source, destination, sizes = (np.concatenate(column) for column in zip(*sent, strict=True))
-    first, second = (np.searchsorted(groups.numbers, ranks) for ranks in (source, destination))
-    pairs, inverse = np.unique(first * len(groups.numbers) + second, return_inverse=True)
-    totals = np.bincount(inverse, weights=sizes)
-    found: dict[tuple[int, int], tuple[int, int]] = {}
-    for pair, size in zip(pairs.tolist(), totals.tolist(), strict=True):
-        places = divmod(pair, len(groups.numbers))
-        key = int(groups.of[places[0]]), int(groups.of[places[1]])
-        total, count = found.get(key, (0, 0))
-        found[key] = total + int(size), count + 1
-    return sorted(found.items())
+                some, low, high = rows.of_round(number)
+                if len(some):
+                    moved = rows.transfers.take(some)
+                    num_bytes = (high - low) * flow.stack.itemsize_at(moved.hop)
+                    rounds[number].append((moved.source, moved.destination, num_bytes))
+    messages = {}
+    for number, sent in rounds.items():
+        *ends, sizes = (np.concatenate(column) for column in zip(*sent, strict=True))
+        first, second = (np.searchsorted(groups.numbers, ranks) for ranks in ends)
+        pairs, pair = numbered(first * len(groups.numbers) + second)
+        of = [groups.of[at] for at in np.divmod(pairs, len(groups.numbers))]
+        keys, key = numbered(of[0] * len(groups.labels) + of[1])
+        num_bytes = np.bincount(key, np.bincount(pair, sizes)).astype(np.int64)
+        columns = *np.divmod(keys, len(groups.labels)), num_bytes, np.bincount(key)
+        messages[number] = list(zip(*(column.tolist() for column in columns), strict=True))
+    return messages
 
 
 def _microseconds(

@@ -13,7 +13,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -53,20 +52,11 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class LaneBar:
-    """A bar of a lane, in percent of its width."""
-
-    left: float
-    width: float
-    kind: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Lane:
-    """A name, bars, and a note."""
+    """A name, bars and a note; a bar is where it begins and its width, in percent, and a kind."""
 
     name: str
-    bars: Sequence[LaneBar]
+    bars: Sequence[tuple[float, float, str]]
     note: str
 
 
@@ -90,9 +80,7 @@ class Document:
     """What the script works with."""
     digest: str = ""
     damage: Sequence[str] = ()
-    reasons_title: str = "Why it costs that"
     reasons: Sequence[str] = ()
-    moves_title: str = "Who holds what, before and after"
     moves: Sequence[Move] = ()
     legend: str = ""
     table: Table | None = None
@@ -100,7 +88,6 @@ class Document:
     scale: Sequence[Tick] = ()
     rounds_note: str = ""
     run: Run | None = None
-    groups_title: str = "Tensors"
     extra: Sequence[tuple[str, Sequence[str]]] = ()
     """Titles and lines of what is shown when asked for."""
 
@@ -114,17 +101,6 @@ class Footer:
     explore: str | None = None
     """A command that opens the same in the explorer."""
     version: str = field(default_factory=lambda: str(import_module("reshard").__version__))
-
-    @classmethod
-    def of_command(
-        cls, words: Sequence[str], model: str | None = None, explore: str | None = None
-    ) -> Footer:
-        """The footer of a page that a command wrote.
-
-        >>> Footer.of_command(["plan", "--to", " - tp"]).command
-        "reshard plan --to '- tp'"
-        """
-        return cls(shlex.join(["reshard", *map(str.strip, words)]), model, explore)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,13 +69,12 @@ LOOKS = FILLS * len(TEXTURES)
 class Colours:
     """The looks that a page has given to sets of ranks so far."""
 
-    known: dict[tuple[int, ...], int | None] = field(default_factory=dict)
+    known: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def of(self, ranks: tuple[int, ...]) -> int | None:
         """The look of a set of ranks, always the same on a page; None where all are taken."""
-        if ranks not in self.known:
-            self.known[ranks] = len(self.known) if len(self.known) < LOOKS else None
-        return self.known[ranks]
+        number = self.known.setdefault(ranks, len(self.known))
+        return number if number < LOOKS else None
 
     @property
     def num_left_out(self) -> int:
@@ -89,7 +89,7 @@ def palette(dark: bool) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Rect:
-    """A rectangle of a picture: ranks that hold a box, what is written in it and said of it."""
+    """A rectangle of a picture: ranks that hold a box, its label and its tooltip."""
 
     x: float
     y: float
@@ -135,7 +135,7 @@ class Drawing:
     top: tuple[Tick, ...]
     left: tuple[Tick, ...]
     gutter: float
-    """The room that the texts on the left need."""
+    """The width of the texts on the left."""
     dims: tuple[int, ...]
 
 
@@ -145,37 +145,43 @@ def drawing_of(picture: Picture, colours: Colours) -> Drawing:
         height = min(max(WIDTH * picture.shape[0] / picture.shape[1], WIDTH * 0.3), MAX_HEIGHT)
     xs = [WIDTH * edge / picture.columns[-1] for edge in picture.columns]
     ys = [height * edge / picture.rows[-1] for edge in picture.rows]
-    rects = []
-    for i, row in enumerate(picture.cells):
-        starts = [j for j in range(len(row)) if j == 0 or row[j] != row[j - 1]]
-        for j, end in pairwise([*starts, len(row)]):  # equal neighbours are one rectangle
-            rects.append(_rect(picture, i, (j, end), (xs[j], xs[end]), ys[i : i + 2], colours))
+    rects = tuple(_rects(picture, xs, ys, colours))
     left = () if is_flat else tuple(_ticks(picture.rows, ys, 16))[1:]
     top = tuple(_ticks(picture.columns, xs, 0))
     gutter = round(max((len(tick.text) for tick in left), default=0) * LETTER + 8, 1)
-    return Drawing(WIDTH, round(height, 1), tuple(rects), top, left, gutter, picture.dims)
+    return Drawing(WIDTH, round(height, 1), rects, top, left, gutter, picture.dims)
 
 
-def _rect(
-    picture: Picture,
-    row: int,
-    columns: tuple[int, int],
-    across: Sequence[float],
-    down: Sequence[float],
-    colours: Colours,
-) -> Rect:
-    cell, width, height = picture.cells[row][columns[0]], across[1] - across[0], down[1] - down[0]
-    room = int((width - 6) / LETTER)
-    label = cell.text(room)
-    fits = len(label) <= room and height >= 13
-    low = picture.rows[row], picture.columns[columns[0]]
-    high = picture.rows[row + 1], picture.columns[columns[1]]
-    look = colours.of(cell.ranks) if cell.ranks else None
-    x, y, width, height = (round(at, 2) for at in (across[0], down[0], width, height))
-    return Rect(
-        x, y, width, height, label if fits else "", _title(cell, picture, low, high), cell.ranks,
-        low, high, look, cell.num_parts > 1,
-    )  # fmt: skip
+def _rects(
+    picture: Picture, xs: Sequence[float], ys: Sequence[float], colours: Colours
+) -> Iterator[Rect]:
+    """Equal neighbours in a row are one rectangle."""
+    for i, row in enumerate(picture.cells):
+        end = 0
+        for cell, same in groupby(row):
+            first, end = end, end + len([*same])
+            low = picture.rows[i], picture.columns[first]
+            high = picture.rows[i + 1], picture.columns[end]
+            width, height = xs[end] - xs[first], ys[i + 1] - ys[i]
+            most = int((width - 6) / LETTER)
+            label = cell.text(most)
+            if len(label) > most or height < 13:
+                label = ""
+            x, y, width, height = (round(at, 2) for at in (xs[first], ys[i], width, height))
+            look = colours.of(cell.ranks) if cell.ranks else None
+            title = _title(cell, picture, low, high)
+            yield Rect(
+                x, y, width, height, label, title, cell.ranks, low, high, look, cell.num_parts > 1
+            )
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """Ranks in a sentence, shortened where they are many.
+
+    >>> rank_list([3]), rank_list(range(8))
+    ('rank 3', 'ranks 0-7')
+    """
+    return f"rank{'s' * (len(ranks) > 1)} {shorten(format_ranks(ranks), 60)}"
 
 
 def _title(cell: Cell, picture: Picture, low: tuple[int, int], high: tuple[int, int]) -> str:
@@ -185,10 +191,8 @@ def _title(cell: Cell, picture: Picture, low: tuple[int, int], high: tuple[int, 
     box = ", ".join(runs)
     if not cell.ranks:
         return f"[{box}] is held by no rank"
-    ranks = shorten(format_ranks(cell.ranks), 60)
-    where = f"on rank{'s' * (len(cell.ranks) > 1)} {ranks}"
-    what = f"{cell.num_parts:,} parts {where}" if cell.num_parts > 1 else where
-    return f"[{box}] {what}{'' if cell.whole else ', not all of it'}"
+    parts = f"{cell.num_parts:,} parts " if cell.num_parts > 1 else ""
+    return f"[{box}] {parts}on {rank_list(cell.ranks)}{'' if cell.whole else ', not all of it'}"
 
 
 def _ticks(edges: Sequence[int], places: Sequence[float], least: float) -> Iterator[Tick]:
@@ -196,8 +200,8 @@ def _ticks(edges: Sequence[int], places: Sequence[float], least: float) -> Itera
     end, last = float("-inf"), places[-1]
     for edge, place in zip(edges, places, strict=True):
         text = str(edge)
-        room = least or len(text) * LETTER + 8
-        if place - end >= room and (place == last or last - place >= room):
+        width = least or len(text) * LETTER + 8
+        if place - end >= width and (place == last or last - place >= width):
             end = place
             yield Tick(round(place, 1), text)
 
@@ -276,10 +280,11 @@ MAX_COMPARED = 4_000_000
 """Pairs of cells and rectangles that are compared."""
 
 Mask = NDArray[np.bool_]
+Boxes = tuple[Ints, Ints]
+"""Starts and stops: a row for each box, a column for each dim of its tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
+class Link(NamedTuple):
     """Two rectangles that share elements."""
 
     have: int
@@ -290,113 +295,92 @@ class Link:
 
 def links_of(plan: Plan, stack: Stack, source: Drawing, to: Drawing, matrix: Matrix) -> list[Link]:
     """The links of one drawn stack, in the order of its source rectangles."""
-    have, want = source.rects, to.rects
-    sides = _Boxes.of(source, stack.have.shape), _Boxes.of(to, stack.want.shape)
-    pairs = np.argwhere(_shared(stack.feed, *sides))
+    have, want = _boxes_of(source, stack.have.shape), _boxes_of(to, stack.want.shape)
+    pairs = np.argwhere(_shared(stack.feed, have, want)).tolist()
+    entries: dict[tuple[int, int], set[int]] = {(h, w): set() for h, w in pairs}
     flows = [flow for flow in plan.flows if flow.stack is stack]
+    num_cells = sum(flow.geometry.num_cells() for flow in flows)
     if not matrix.num_bytes.size:
-        entries: list[list[int]] = [[] for _ in pairs]
-    elif _are_few(flows, len(have) + len(want)):
-        entries = _exact(plan, flows, sides, pairs, matrix)
-    else:
-        entries = [_possible(plan, have[h].ranks, want[w].ranks, matrix) for h, w in pairs.tolist()]
-    return [Link(h, w, tuple(one)) for (h, w), one in zip(pairs.tolist(), entries, strict=True)]
+        pass
+    elif (  # cells are counted before they are listed
+        num_cells * (len(source.rects) + len(to.rects)) <= MAX_COMPARED
+        and sum(map(_num_rows, flows)) <= MAX_ROWS
+    ):
+        for entry, here, there in _carriers(plan, flows, have, want, matrix):
+            for (h, w), some in entries.items():
+                some.update(entry[here[:, h] & there[:, w]].tolist())
+    else:  # every entry with traffic from a group that holds a piece to one that wants it
+        for (h, w), some in entries.items():
+            holders, takers = (np.array(r.ranks, int) for r in (source.rects[h], to.rects[w]))
+            rows = matrix.row_of[np.searchsorted(plan.world, holders)]
+            columns = matrix.column_of[np.searchsorted(plan.world, takers)]
+            possible = np.zeros(matrix.num_bytes.shape, dtype=bool)
+            possible[np.ix_(rows, columns)] = True
+            some.update(np.flatnonzero(possible & (matrix.num_bytes > 0)).tolist())
+    return [Link(h, w, tuple(sorted(some))) for (h, w), some in entries.items()]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _Boxes:
-    """Boxes as columns, with as many dims as their tensor has."""
-
-    low: Ints
-    high: Ints
-
-    @classmethod
-    def of(cls, drawing: Drawing, shape: tuple[int, ...]) -> _Boxes:
-        low = np.zeros((len(drawing.rects), len(shape)), dtype=np.int64)
-        high = np.tile(np.array(shape, dtype=np.int64), (len(drawing.rects), 1))
-        for at, dim in enumerate(drawing.dims, start=2 - len(drawing.dims)):
-            low[:, dim] = [rect.low[at] for rect in drawing.rects]
-            high[:, dim] = [rect.high[at] for rect in drawing.rects]
-        return cls(low, high)
-
-    def touching(self, low: Ints, high: Ints) -> Mask:
-        """Which of other boxes (rows) overlap with which of these (columns)."""
-        sides = np.minimum(high[:, None], self.high) - np.maximum(low[:, None], self.low)
-        return np.asarray((sides > 0).all(axis=2))
+def _boxes_of(drawing: Drawing, shape: tuple[int, ...]) -> Boxes:
+    low = np.zeros((len(drawing.rects), len(shape)), dtype=np.int64)
+    high = np.tile(np.array(shape, dtype=np.int64), (len(drawing.rects), 1))
+    for at, dim in enumerate(drawing.dims, start=2 - len(drawing.dims)):
+        low[:, dim] = [rect.low[at] for rect in drawing.rects]
+        high[:, dim] = [rect.high[at] for rect in drawing.rects]
+    return low, high
 
 
-def _shared(feed: Feed, have: _Boxes, want: _Boxes) -> Mask:
+def _overlaps(boxes: Boxes, others: Boxes) -> Mask:
+    """Which boxes (rows) have elements in common with which others (columns)."""
+    (low, high), (other_low, other_high) = boxes, others
+    sides = np.minimum(high[:, None], other_high) - np.maximum(low[:, None], other_low)
+    return np.asarray((sides > 0).all(axis=2))
+
+
+def _shared(feed: Feed, have: Boxes, want: Boxes) -> Mask:
     """Which source boxes (rows) have elements in common with which destination boxes (columns)."""
     if not feed.moves:
-        return want.touching(have.low, have.high)
+        return _overlaps(have, want)
     (low, high), (to_low, to_high) = (
-        (insert_columns(boxes.low, insert, 0), insert_columns(boxes.high, insert, 1))
+        (insert_columns(boxes[0], insert, 0), insert_columns(boxes[1], insert, 1))
         for boxes, insert in ((have, feed.have_insert), (want, feed.want_insert))
     )
-    found = np.ones((len(low), len(to_low)), dtype=bool)
+    shared = np.ones((len(low), len(to_low)), dtype=bool)
     for dim, runs in enumerate(feed.moves):
-        here = np.zeros_like(found)
+        here = np.zeros_like(shared)
         for source, destination, length in runs:
             start = np.maximum(low[:, dim], source) + destination - source
             stop = np.minimum(high[:, dim], source + length) + destination - source
             first = np.maximum(start[:, None], to_low[:, dim])
             here |= np.minimum(stop[:, None], to_high[:, dim]) > first
-        found &= here
-    return found
+        shared &= here
+    return shared
 
 
-def _are_few(flows: Sequence[Flow], num_rects: int) -> bool:
-    """Whether all rows of some flows can be compared with so many rectangles."""
-    num_cells = sum(flow.geometry.num_cells() for flow in flows)
-    if num_cells * num_rects > MAX_COMPARED:  # before they are listed
-        return False
-    rows = sum(
-        int(flow.geometry.wanting.counts[flow.parts().line].sum()) * flow.geometry.num_addends
-        for flow in flows
-    )
-    return rows <= MAX_ROWS
+def _num_rows(flow: Flow) -> int:
+    """How many rows a flow has if its lines are listed rank by rank."""
+    lines = flow.geometry.wanting.counts[flow.parts().line]
+    return int(lines.sum()) * flow.geometry.num_addends
 
 
-def _exact(
-    plan: Plan, flows: Sequence[Flow], sides: tuple[_Boxes, _Boxes], pairs: Ints, matrix: Matrix
-) -> list[list[int]]:
-    """The entries of each link, from the rows of the plan that carry what it covers."""
-    found: list[set[int]] = [set() for _ in pairs]
+def _carriers(
+    plan: Plan, flows: Sequence[Flow], have: Boxes, want: Boxes, matrix: Matrix
+) -> Iterator[tuple[Ints, Mask, Mask]]:
+    """What moves, as entries of the matrix and the boxes on both sides that each touches."""
     size = matrix.num_bytes.size
     for flow in flows:
+        feed = flow.stack.feed
         for rows in flow.everything():
             moved = rows.take(np.flatnonzero(rows.source != rows.destination))
             row = matrix.row_of[np.searchsorted(plan.world, moved.source)]
             column = matrix.column_of[np.searchsorted(plan.world, moved.destination)]
             entry = row * matrix.num_bytes.shape[1] + column
-            keys = np.unique(moved.runs.cell * size + entry)
-            cell, entry = np.divmod(keys, size)
-            here, there = (
-                _touched(boxes, low[cell], moved.cells.width[cell], insert)
-                for boxes, low, insert in (
-                    (sides[0], moved.cells.have_low, flow.stack.feed.have_insert),
-                    (sides[1], moved.cells.want_low, flow.stack.feed.want_insert),
-                )
-            )
-            for number, (h, w) in enumerate(pairs.tolist()):
-                found[number].update(entry[here[:, h] & there[:, w]].tolist())
-    return [sorted(one) for one in found]
+            cell, entry = np.divmod(np.unique(moved.runs.cell * size + entry), size)
+            cells = moved.cells.take(cell)
+            here = _touched(have, cells.have_low, cells.width, feed.have_insert)
+            yield entry, here, _touched(want, cells.want_low, cells.width, feed.want_insert)
 
 
-def _touched(boxes: _Boxes, low: Ints, width: Ints, insert: Sequence[int]) -> Mask:
+def _touched(boxes: Boxes, low: Ints, width: Ints, insert: Sequence[int]) -> Mask:
     """Which cells touch which boxes, in the dims of the tensor that has these boxes."""
     low = np.delete(low, insert, axis=1)
-    return boxes.touching(low, low + np.delete(width, insert, axis=1))
-
-
-def _possible(
-    plan: Plan, holders: Sequence[int], takers: Sequence[int], matrix: Matrix
-) -> list[int]:
-    """The entries with traffic between groups that hold a piece and groups that want it."""
-    rows, columns = (
-        np.unique(group[np.searchsorted(plan.world, np.array(ranks, dtype=np.int64))])
-        for group, ranks in ((matrix.row_of, holders), (matrix.column_of, takers))
-    )
-    entries: Ints = (rows[:, None] * matrix.num_bytes.shape[1] + columns).reshape(-1)
-    busy: list[int] = entries[matrix.num_bytes.reshape(-1)[entries] > 0].tolist()
-    return busy
+    return _overlaps((low, low + np.delete(width, insert, axis=1)), boxes)

@@ -19,18 +19,10 @@ from reshard.layout.words import Chunk, Cuts, Cyclic, Packed, Ragged, ZigZag
 from reshard.planning.plans import Plan
 from reshard.show.holdings import two_dims
 from reshard.show.page.document import Document, Move, render_fragment
-from reshard.show.page.drawings import Colours, table_of
-from reshard.show.page.plan_page import (
-    MAX_GROUPS,
-    kinds_of,
-    legend_of,
-    moves_of,
-    run_of,
-    side_of,
-)
-from reshard.show.plan_text import describe, figures, headline, stack_rows
+from reshard.show.page.drawings import Colours
+from reshard.show.page.plan_page import document_of, legend_of, run_of, side_of
+from reshard.show.plan_text import describe
 from reshard.show.run_report import RunReport
-from reshard.show.traffic import traffic_matrix
 from reshard.text import format_shape, shorten
 
 MAX_DRAWN = 2
@@ -42,26 +34,13 @@ WHOLE = 8
 
 def plan_cell(plan: Plan) -> str:
     """A plan: its figures, the largest tensors before and after, the matrix; all of it as text."""
-    rows, colours = stack_rows(plan), Colours()
-    kinds = kinds_of(rows)
-    moves = moves_of([kind[0] for kind in kinds[:MAX_DRAWN]], colours)
-    matrix = traffic_matrix(plan, MAX_GROUPS)
-    document = Document(
-        headline(plan, rows),
-        list(figures(plan)),
-        moves=moves,
-        legend=legend_of(colours, moves, len(kinds), len(rows)) if moves else "",
-        table=table_of(matrix) if matrix.num_bytes.size else None,
-    )
-    return render_fragment(
-        "cell.html", doc=document, folded="The plan as text", text=describe(plan)
-    )
+    document = document_of(plan, most_drawn=MAX_DRAWN, is_page=False)
+    return _cell(document, describe(plan), "The plan as text")
 
 
 def layout_cell(layout: Layout) -> str:
     """A layout, drawn for a small shape that it shards evenly."""
-    shape, colours = sample_shape(layout), Colours()
-    side = None
+    shape, colours, side = sample_shape(layout), Colours(), None
     if shape is not None:
         # Sizes that the layout gives may fit no shape that all cuts divide.
         with suppress(ReshardError):
@@ -70,40 +49,42 @@ def layout_cell(layout: Layout) -> str:
         return text_cell(f"{layout} on mesh {layout.mesh}")
     what = "shape" if isinstance(layout, BoxLayout) else f"on {layout.mesh}, drawn for shape"
     move = Move(shorten(str(layout), 80), f"{what} {format_shape(shape)}", side)
-    document = Document(moves=[move], legend=legend_of(colours, [move], 1, 1))
-    return render_fragment("cell.html", doc=document, folded="", text="")
+    return _cell(Document(moves=[move], legend=legend_of(colours, [move], 1, 1)))
 
 
 def run_cell(report: RunReport) -> str:
     """A run report: its figures and rounds; all of it as text."""
     text = str(report)
     document = Document(text.partition("\n")[0], run=run_of([report]) if report.rounds else None)
-    return render_fragment("cell.html", doc=document, folded="The report as text", text=text)
+    return _cell(document, text, "The report as text")
 
 
 def text_cell(text: str) -> str:
     if len(text) > MAX_TEXT:
         text = f"{text[:MAX_TEXT]}\n... print it to see all of it"
-    return render_fragment("cell.html", doc=Document(), folded="", text=text)
+    return _cell(Document(), text)
+
+
+def _cell(document: Document, text: str = "", folded: str = "") -> str:
+    """A document and a text, which has a title if it is folded away."""
+    return render_fragment("cell.html", doc=document, folded=folded, text=text)
 
 
 def sample_shape(layout: Layout) -> tuple[int, ...] | None:
     """A small shape that a layout shards evenly; None where there is none to be found."""
     if isinstance(layout, BoxLayout):
         return layout.shape
-    words = layout.words
-    dims = words.dims
+    words, dims = layout.words, layout.words.dims
     if words.rest is not None and len(dims) < 2:
         dims = words.expand(len(dims) + 1) or dims
     lengths = [_length(cuts, layout) if cuts else WHOLE for cuts in dims]
     if words.flat and lengths:
         lengths[-1] *= _length(words.flat, layout)
     shape = tuple(lengths)
-    try:
+    with suppress(ReshardError):
         layout.dims(shape)
         return shape if 0 < prod(shape) <= MAX_ELEMENTS else None
-    except ReshardError:
-        return None
+    return None
 
 
 def _length(cuts: Cuts, layout: Layout) -> int:

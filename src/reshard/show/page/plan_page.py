@@ -11,13 +11,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from reshard.errors import FormatError
 from reshard.layout.layout import Layout
-from reshard.layout.mesh import format_ranks
 from reshard.planning.plans import Plan
 from reshard.show.holdings import holdings, picture_of, two_dims
 from reshard.show.name_patterns import named_pairs
@@ -25,21 +24,26 @@ from reshard.show.page.document import (
     Document,
     Footer,
     Lane,
-    LaneBar,
     Move,
     Run,
     Side,
     clean,
     render_page,
 )
-from reshard.show.page.drawings import Colours, Tick, drawing_of, links_of, table_of
+from reshard.show.page.drawings import (
+    Colours,
+    Tick,
+    drawing_of,
+    links_of,
+    rank_list,
+    table_of,
+)
 from reshard.show.plan_text import Figure, StackRow, figures, headline, reasons, stack_rows
 from reshard.show.run_report import RoundReport, RunReport, format_seconds
 from reshard.show.terminal import table
 from reshard.show.traffic import Matrix, to_trace, traffic_matrix
 from reshard.text import count, format_bytes, shorten
 
-KINDS = (".html", ".json", ".trace")
 MAX_GROUPS = 16
 MAX_CELLS = (32, 24)
 """Rows and columns of a drawing; more are merged."""
@@ -64,8 +68,14 @@ def render(
 
 
 def document_of(
-    plan: Plan, reports: Sequence[RunReport] = (), notes: Sequence[str] = ()
+    plan: Plan,
+    reports: Sequence[RunReport] = (),
+    notes: Sequence[str] = (),
+    *,
+    most_drawn: int = MAX_DRAWN,
+    is_page: bool = True,
 ) -> Document:
+    """What a page shows of a plan; a cell of a notebook has no script, no rounds and no list."""
     for report in reports:
         if report.digest != plan.digest:
             raise FormatError(
@@ -74,22 +84,21 @@ def document_of(
             )
     rows, colours, matrix = stack_rows(plan), Colours(), traffic_matrix(plan, MAX_GROUPS)
     kinds = kinds_of(rows)
-    moves = moves_of([kind[0] for kind in kinds[:MAX_DRAWN]], colours)
+    moves = moves_of([kind[0] for kind in kinds[:most_drawn]], colours)
     return Document(
         headline(plan, rows),
         list(figures(plan)),
-        _data(plan, rows, kinds[:MAX_DRAWN], moves, matrix),
+        _data(plan, rows, kinds[:most_drawn], moves, matrix) if is_page else {},
         digest=plan.digest,
         reasons=[*reasons(plan), *notes],
         moves=moves,
         legend=legend_of(colours, moves, len(kinds), len(rows)),
         table=table_of(matrix) if matrix.num_bytes.size else None,
-        lanes=_lanes(rows, plan.num_rounds),
+        lanes=_lanes(rows, plan.num_rounds) if is_page else (),
         scale=_scale(plan.num_rounds),
         rounds_note=f"{count(plan.num_rounds, 'round')}; a round is one exchange, in which no rank "
         "stages more than the cap.",
         run=run_of(reports),
-        groups_title="Tensors that move alike",
     )
 
 
@@ -101,20 +110,19 @@ def _data(
     matrix: Matrix,
 ) -> dict[str, Any]:
     """What the script of the page works with."""
-    number = {id(row): at for at, kind in enumerate(drawn) for row in kind}
-    firsts = {id(kind[0]) for kind in drawn}
+    place = {id(row): (at, row is kind[0]) for at, kind in enumerate(drawn) for row in kind}
     listed, links, groups = sorted(rows, key=_by_size)[:MAX_LISTED], [], []
     for kind, move in zip(drawn, moves, strict=True):
         have, want = (side.drawing if side else None for side in (move.have, move.want))
-        found = links_of(plan, kind[0].stack, have, want, matrix) if have and want else []
-        links.append({"links": [[link.have, link.want, link.entries] for link in found]})
+        lit = links_of(plan, kind[0].stack, have, want, matrix) if have and want else []
+        links.append({"links": lit})
     for row in listed:  # the script knows what stands where
         layouts = (row.stack.have.layout, row.stack.want.layout)
+        number, is_drawn = place.get(id(row), (-1, False))
         groups.append([
             _name(row), row.shape, row.dtype, *(shorten(str(layout), 80) for layout in layouts),
             format_bytes(row.num_bytes), row.num_bytes, format_bytes(row.wire_bytes),
-            row.wire_bytes, row.rounds, number.get(id(row), -1), len(row.stack.names),
-            int(id(row) in firsts),
+            row.wire_bytes, row.rounds, number, len(row.stack.names), int(is_drawn),
         ])  # fmt: skip
     return {
         "moves": links,
@@ -145,6 +153,9 @@ def kinds_of(rows: Sequence[StackRow]) -> list[list[StackRow]]:
 
 
 def legend_of(colours: Colours, moves: Sequence[Move], num_kinds: int, num_rows: int) -> str:
+    """How to read the drawings, and how many there are; empty where there are none."""
+    if not moves:
+        return ""
     text = (
         "The numbers in a cell are the ranks that hold it; cells of the same colour and texture "
         "are held by exactly the same ranks."
@@ -162,13 +173,12 @@ def legend_of(colours: Colours, moves: Sequence[Move], num_kinds: int, num_rows:
 def moves_of(rows: Sequence[StackRow], colours: Colours) -> list[Move]:
     moves = []
     for row in rows:
-        stack, dims = row.stack, None
-        if stack.have.shape == stack.want.shape and not stack.feed.moves:
-            dims = two_dims(stack.have.shape, (stack.have.layout, stack.want.layout))
-        sides = (stack.have, stack.want)
-        have, want = (side_of(side.layout, side.shape, colours, dims) for side in sides)
+        have, want, dims = row.stack.have, row.stack.want, None
+        if have.shape == want.shape and not row.stack.feed.moves:
+            dims = two_dims(have.shape, (have.layout, want.layout))
+        sides = (side_of(side.layout, side.shape, colours, dims) for side in (have, want))
         note = f"{row.shape} {row.dtype}, {format_bytes(row.num_bytes)}"
-        moves.append(Move(_name(row), note, have, want))
+        moves.append(Move(_name(row), note, *sides))
     return moves
 
 
@@ -197,7 +207,7 @@ def _lanes(rows: Sequence[StackRow], num_rounds: int) -> list[Lane]:
         several = row.last_round - row.first_round
         left, width = (round(100 * at / num_rounds, 3) for at in (row.first_round, several + 1))
         note = f"round{'s' * (several > 0)} {row.rounds}, {format_bytes(row.wire_bytes)}"
-        lanes.append(Lane(_name(row), [LaneBar(left, width)], note))
+        lanes.append(Lane(_name(row), [(left, width, "")], note))
     return lanes
 
 
@@ -217,35 +227,30 @@ def run_of(reports: Sequence[RunReport]) -> Run | None:
         for part in report.rounds:
             if part.round not in rounds or part.seconds > rounds[part.round][1].seconds:
                 rounds[part.round] = report.rank, part
-    longest = max((part.seconds for _, part in rounds.values()), default=0.0)
     shown = sorted(rounds.values(), key=lambda pair: -pair[1].seconds)[:MAX_ROUNDS]
+    longest = max((part.seconds for _, part in shown), default=0.0)
     lanes = [_lane(*pair, longest) for pair in sorted(shown, key=lambda pair: pair[1].round)]
-    ranks = sorted({report.rank for report in reports})
-    note = f"Reports of rank{'s' * (len(ranks) > 1)} {shorten(format_ranks(ranks), 60)}."
+    scale = [Tick(0, "0"), Tick(100, format_seconds(longest))] if longest else []
+    note = f"Reports of {rank_list(sorted({report.rank for report in reports}))}."
     if len(rounds) > len(shown):
         note += f" The {len(shown)} slowest of {len(rounds):,} rounds."
-    scale = [Tick(0, "0"), Tick(100, format_seconds(longest))] if longest else []
-    return Run(list(_run_cards(reports)), lanes, scale, note)
-
-
-def _run_cards(reports: Sequence[RunReport]) -> Iterator[Figure]:
     slowest = max(reports, key=lambda report: report.seconds)
-    yield Figure(
-        "Measured",
-        format_seconds(slowest.seconds),
-        f"on rank {slowest.rank}" + f", the slowest of {len(reports)}" * (len(reports) > 1),
-    )
+    of = f", the slowest of {len(reports)}" if len(reports) > 1 else ""
+    waited = max(reports, key=lambda report: report.waiting)
     before = slowest.setup + slowest.handshake
     parts = f"setup {format_seconds(slowest.setup)}, handshake {format_seconds(slowest.handshake)}"
-    yield Figure("Before the first round", format_seconds(before), parts)
     sent = sum(report.bytes_sent for report in reports)
     rate = max(report.bytes_per_second for report in reports)
-    yield Figure("Sent", format_bytes(sent), f"by {count(len(reports), 'rank')} with a report")
-    yield Figure("Fastest rank", f"{rate / 1e9:.2f} GB/s", "sent or received, and kept")
-    waited = max(reports, key=lambda report: report.waiting)
-    yield Figure("Longest wait", format_seconds(waited.waiting), f"on rank {waited.rank}")
     peak = max(report.peak_staging for report in reports)
-    yield Figure("Staged", format_bytes(peak), "at most on a rank")
+    cards = [
+        Figure("Measured", format_seconds(slowest.seconds), f"on rank {slowest.rank}{of}"),
+        Figure("Before the first round", format_seconds(before), parts),
+        Figure("Sent", format_bytes(sent), f"by {count(len(reports), 'rank')} with a report"),
+        Figure("Fastest rank", f"{rate / 1e9:.2f} GB/s", "sent or received, and kept"),
+        Figure("Longest wait", format_seconds(waited.waiting), f"on rank {waited.rank}"),
+        Figure("Staged", format_bytes(peak), "at most on a rank"),
+    ]
+    return Run(cards, lanes, scale, note)
 
 
 def _lane(rank: int, part: RoundReport, longest: float) -> Lane:
@@ -256,12 +261,11 @@ def _lane(rank: int, part: RoundReport, longest: float) -> Lane:
         width = round(100 * seconds / longest, 2) if longest else 0.0
         width = min(width, round(100 - at, 2))
         if width > 0:
-            bars.append(LaneBar(round(at, 2), width, kind))
+            bars.append((round(at, 2), width, kind))
         at += width
     moved = format_bytes(max(part.bytes_sent, part.bytes_received))
-    return Lane(
-        f"round {part.round}", bars, f"{format_seconds(part.seconds)} on rank {rank}, {moved}"
-    )
+    note = f"{format_seconds(part.seconds)} on rank {rank}, {moved}"
+    return Lane(f"round {part.round}", bars, note)
 
 
 def save(plan: Plan, path: str | Path, *, reports: Sequence[RunReport] = ()) -> None:
@@ -273,17 +277,15 @@ def save(plan: Plan, path: str | Path, *, reports: Sequence[RunReport] = ()) -> 
 or .trace
     """
     path = Path(path)
-    if path.suffix not in KINDS:
+    writers: dict[str, Callable[[], str]] = {
+        ".html": lambda: render(plan, reports=reports),
+        ".json": lambda: plan.to_json(indent=1),
+        ".trace": lambda: to_trace(plan),
+    }
+    if path.suffix not in writers:
         raise FormatError(
             f'cannot save a plan as "{path}": the suffix must be .html, .json or .trace'
         )
     if reports and path.suffix != ".html":
         raise FormatError(f'"{path}" cannot hold run reports: only an .html page shows them')
-    match path.suffix:
-        case ".json":
-            text = plan.to_json(indent=1)
-        case ".html":
-            text = render(plan, reports=reports)
-        case _:
-            text = to_trace(plan)
-    path.write_text(text, encoding="utf-8")
+    path.write_text(writers[path.suffix](), encoding="utf-8")
