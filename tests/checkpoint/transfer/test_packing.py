@@ -25,7 +25,7 @@ from reshard import checkpoint
 from reshard.checkpoint.catalog import StoredPiece, StoredTensor
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import SIDECAR
-from reshard.checkpoint.transfer.packing import CELLS, Pack, Placed, joined_writes, tiles
+from reshard.checkpoint.transfer.packing import CELLS, Pack, Write, joined_writes, tiles
 from reshard.dtypes import itemsize
 from reshard.layout.box import row_major
 from tests.checkpoint.making import cut, disjoint_boxes, header, overlapping_boxes
@@ -81,7 +81,7 @@ def test_a_pack_holds_its_tensors_one_after_the_other(data: st.DataObject) -> No
         tensors.append(StoredTensor("w", shape, dtype, tuple(put(data, array, files))))
     total = sum(tensor.num_bytes for tensor in tensors)
     pack = Pack.of(tensors, np.empty(total + 9, dtype=np.uint8))
-    pack.read(np.empty(total + 20_000, dtype=np.uint8), files)
+    pack.read(np.empty(total + 20_000, dtype=np.uint8), files.read_into)
     assert pack.buffer[:total].tobytes() == b"".join(array.tobytes() for array in arrays)
     numbers = [int.from_bytes(array.tobytes(), "little") for array in arrays]
     assert pack.digests() == [number % digest.MODULUS for number in numbers]
@@ -108,9 +108,8 @@ def test_what_is_seen_to_be_whole_is_whole(data: st.DataObject) -> None:
 
 
 def test_ranges_that_follow_each_other_are_written_as_one() -> None:
-    placed = [Placed(0, 8, b"x"), Placed(0, 10, b"y"), Placed(1, 0, b"abcd"), Placed(1, 4, b"ef")]
-    expected = [(0, 8, b"x"), (0, 10, b"y"), (1, 0, b"abcdef")]
-    assert [tuple(one) for one in joined_writes(placed)] == expected
+    writes: list[Write] = [(0, 8, b"x"), (0, 10, b"y"), (1, 0, b"abcd"), (1, 4, b"ef")]
+    assert list(joined_writes(writes)) == [(0, 8, b"x"), (0, 10, b"y"), (1, 0, b"abcdef")]
 
 
 def write_many(folder: Path, count: int) -> None:

@@ -210,8 +210,8 @@ def test_replicas_are_compared_by_their_bits(dtype: str) -> None:
 
     def check(other: np.ndarray) -> None:
         copies = Copies(values, other)
-        array = fill(transfer, whole[0], buffers, copies)
-        compare(transfer, whole[0], array, buffers, copies)
+        array = fill(transfer, whole[0], buffers, copies.read_into)
+        compare(transfer, whole[0], array, buffers, copies.read_into, copies.name)
 
     check(values.copy())
     negative = values.copy()

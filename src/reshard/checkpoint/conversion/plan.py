@@ -16,10 +16,10 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard.checkpoint.catalog import Catalog
-from reshard.checkpoint.conversion.names import left_over, outlines_of, sources_for
+from reshard.checkpoint.conversion.names import left_over, outlines_of
 from reshard.checkpoint.conversion.request import Request, notes_of, wanted_of
 from reshard.checkpoint.formats.checks import is_distcp
 from reshard.checkpoint.formats.reader import config_of
@@ -30,14 +30,13 @@ from reshard.checkpoint.output import Output, Wanted
 from reshard.checkpoint.storage.local import COMMITTED, TENSOR_FILES, Storage, StoredFile
 from reshard.checkpoint.transfer.transfers import Transfer, transfer_of
 from reshard.errors import CheckpointError, SizeError
-from reshard.planning.names import Feed, Names, names_of
+from reshard.planning.names import Names, names_of
 from reshard.text import parse_bytes, quoted
 
 FORMATS = ("full", "sharded", "distcp", "ranks")
 
 
-@dataclass(frozen=True, slots=True)
-class Stamp:
+class Stamp(NamedTuple):
     """The state of a source's files at one time."""
 
     text: str
@@ -45,17 +44,17 @@ class Stamp:
     is_sure: bool
     """Whether every file has a version, so that every change of it shows."""
 
-    @classmethod
-    def of(cls, catalog: Catalog, storage: Storage) -> Stamp:
-        """The present state of a source."""
-        root = str(Path(catalog.root).resolve()) if storage.is_local else catalog.root
-        # A path need not be valid UTF-8.
-        hasher = hashlib.blake2b(root.encode(errors="surrogateescape"), digest_size=16)
-        files = (*catalog.files, *catalog.others)
-        versions = storage.versions([file.path for file in files])
-        for file, version in zip(files, versions, strict=True):
-            hasher.update(json.dumps([file.path, file.size, version]).encode())
-        return cls(hasher.hexdigest(), None not in versions)
+
+def stamp_of(catalog: Catalog, storage: Storage) -> Stamp:
+    """The present state of a source."""
+    root = str(Path(catalog.root).resolve()) if storage.is_local else catalog.root
+    # A path need not be valid UTF-8.
+    hasher = hashlib.blake2b(root.encode(errors="surrogateescape"), digest_size=16)
+    files = (*catalog.files, *catalog.others)
+    versions = storage.versions([file.path for file in files])
+    for file, version in zip(files, versions, strict=True):
+        hasher.update(json.dumps([file.path, file.size, version]).encode())
+    return Stamp(hasher.hexdigest(), None not in versions)
 
 
 _BASES = {
@@ -81,24 +80,18 @@ class ConversionPlan:
     output: Output
     """All files to be written, including the other files of the source."""
     transfers: tuple[Transfer, ...]
-    others: tuple[tuple[StoredFile, int], ...]
-    """Files that are copied unchanged, and their numbers in the output."""
+    others: tuple[StoredFile, ...]
+    """The last files of the output, which are copied unchanged."""
     fingerprint: str
     """A hash of the source and the request."""
     stamp: Stamp
     """The state of the source when the plan was made."""
     notes: tuple[str, ...] = ()
     """Remarks on the request and the layouts, for the report."""
-    renamed: frozenset[str] = frozenset()
-    """Output tensors that are not simply the source tensor of the same name."""
 
     @property
     def paths(self) -> tuple[str, ...]:
         return tuple(file.path for file in self.output.files)
-
-    def is_unchanged(self, transfer: Transfer) -> bool:
-        """Whether an output tensor is a source tensor unchanged, so that digests are comparable."""
-        return transfer.name not in self.renamed and transfer.have == transfer.want
 
     @property
     def casts(self) -> bool:
@@ -115,30 +108,32 @@ def plan_conversion(request: Request, catalog: Catalog, storage: Storage) -> Con
         request.check_whole(format)
     else:
         request = request.with_config(storage)
-    have = catalog.tensors
-    if not have and not catalog.objects:
+    stored = catalog.tensors
+    if not stored and not catalog.objects:
         raise CheckpointError(f"{catalog.root} holds no tensors: there is nothing to convert")
     names = request.names
     if names is None:
         names = names_of(request.rules.names) if request.rules is not None else {}
-    outlines = outlines_of(have, names, request.drop)
+    outlines = outlines_of(stored, names, request.drop)
     if not outlines and not catalog.objects:
         raise CheckpointError(
             f"all tensors of {catalog.root} are dropped: nothing is left to write"
         )
     wanted = wanted_of(outlines, request, is_whole)
     output = _output(request, format, wanted, catalog, storage)
-    transfers, renamed = [], set[str]()
-    shapes = {name: tensor.shape for name, tensor in output.tensors.items()}
-    for name, fed, zeros in sources_for(shapes, catalog, names):
-        one = output.tensors[name]
-        transfers.append(transfer_of(name, one.shape, one.dtype, fed, one, zeros))
-        if zeros or [each.feed for each in fed] != [Feed(name)]:
-            renamed.add(name)
-    output, others = _with_others(output, catalog, format)
-    left_out = (*output.left_out, *catalog.left_out, *left_over(have, names, request.drop))
-    output = replace(output, left_out=left_out)
-    stamp = Stamp.of(catalog, storage)
+    transfers = []
+    for name, outline in outlines.items():
+        fed, tensor = outline.sources(stored), output.tensors[name]
+        one = transfer_of(name, tensor.shape, tensor.dtype, fed, tensor, outline.zeros)
+        transfers.append(one)
+    others, strays = _others(output, catalog, format)
+    rest = left_over(stored, outlines, request.drop)
+    output = replace(
+        output,
+        files=(*output.files, *others),
+        left_out=(*output.left_out, *strays, *catalog.left_out, *rest),
+    )
+    stamp = stamp_of(catalog, storage)
     return ConversionPlan(
         catalog,
         format,
@@ -148,7 +143,6 @@ def plan_conversion(request: Request, catalog: Catalog, storage: Storage) -> Con
         _fingerprint(stamp.text, output, names, transfers),
         stamp,
         notes_of(wanted, outlines, request),
-        frozenset(renamed),
     )
 
 
@@ -225,18 +219,14 @@ def base_of(
     return "diffusion_pytorch_model" if "_diffusers_version" in (config or {}) else "model"
 
 
-def _with_others(
+def _others(
     output: Output, catalog: Catalog, format: str
-) -> tuple[Output, tuple[tuple[StoredFile, int], ...]]:
-    """The output with the other files of the source, as far as these are no strays."""
+) -> tuple[tuple[StoredFile, ...], tuple[str, ...]]:
+    """The other files of the source that are copied, and the paths of strays, which are not."""
     misleading = TENSOR_FILES if format == "ranks" else (".safetensors",)
-    ours = {file.path for file in output.files} | {SIDECAR, COMMITTED}
     strays = tuple(file.path for file in catalog.others if is_stray(file.path, misleading))
-    kept = [file for file in catalog.others if file.path not in ours.union(strays)]
-    first = len(output.files)
-    files = (*output.files, *(StoredFile(file.path, file.size) for file in kept))
-    copied = tuple(zip(kept, range(first, len(files)), strict=True))
-    return replace(output, files=files, left_out=(*output.left_out, *strays)), copied
+    ours = {*(file.path for file in output.files), SIDECAR, COMMITTED, *strays}
+    return tuple(file for file in catalog.others if file.path not in ours), strays
 
 
 def is_stray(path: str, endings: tuple[str, ...]) -> bool:

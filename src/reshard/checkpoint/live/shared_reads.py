@@ -26,6 +26,7 @@ from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,15 +38,13 @@ from reshard.checkpoint.integrity.crcs import Crcs, Part
 from reshard.checkpoint.live.direct_reads import ReadRequest
 from reshard.checkpoint.live.entries import Held, RankBoxes, View, part_of
 from reshard.checkpoint.piece_table import slabs
-from reshard.checkpoint.transfer.packing import Pack
+from reshard.checkpoint.transfer.packing import Pack, within
 from reshard.checkpoint.transfer.windows import (
     Buffers,
     Source,
-    SourceReads,
     compare,
     fill,
     in_order,
-    within,
 )
 from reshard.dtypes import itemsize
 from reshard.layout.box import Box
@@ -215,7 +214,7 @@ class SharedReads:
     ) -> None:
         self._source, self._requests, self._digests = source, requests, digests
         self._agreement, self._memory = agreement, memory
-        self._reads = SourceReads(source)
+        self._crcs: list[Part] = []
         self._boxes = RankBoxes()
         self.bytes_moved = 0
         self.views: Mapping[str, Sequence[View]] = {
@@ -243,7 +242,7 @@ class SharedReads:
 
     def crc_parts(self) -> list[Part]:
         """The CRC-32 of everything that was read since the last call."""
-        parts, self._reads.crcs = self._reads.crcs, []
+        parts, self._crcs = self._crcs, []
         return parts
 
     def _read(self, task: tuple[ShareData, Box, torch.Tensor], scratch: Array) -> Array:
@@ -251,11 +250,12 @@ class SharedReads:
         transfer = self._requests[one.share.name].transfer
         window = part.reshape(-1).view(torch.uint8).numpy()
         place = Buffers(len(scratch), window, scratch, window)
-        array = fill(transfer, box, place, self._reads)
+        read = partial(self._source.read_into, crcs=self._crcs)
+        array = fill(transfer, box, place, read)
         if len(transfer.replicas):  # compared in parts that fit into the scratch buffer
             for some in slabs(box, len(scratch) // array.itemsize):
-                inner = array[within(some.start, some.stop, box)]
-                compare(transfer, some, inner, place, self._reads)
+                inner = array[within(some.start, some.stop, box.start)]
+                compare(transfer, some, inner, place, read, self._source.name)
         return array
 
     def move(self, batch: Batch, read: Sequence[ShareData]) -> None:
@@ -340,7 +340,8 @@ def are_small(requests: Mapping[str, ReadRequest]) -> bool:
     for request in requests.values():
         if request.is_whole or len(request.transfer.replicas):
             return False
-        total += int(request.transfer.source.num_bytes.sum())
+        source = request.transfer.source  # a strided view spans more than its bytes
+        total += int(np.maximum(source.spans, source.num_bytes).sum())
     return total <= MOST_SMALL
 
 
@@ -349,7 +350,7 @@ def read_small(requests: Mapping[str, ReadRequest], source: Source) -> str:
     transfers = [request.transfer for request in requests.values()]
     small = [StoredTensor(t.name, t.shape, t.have, tuple(t.source.pieces())) for t in transfers]
     pack = Pack.of(small, np.empty(sum(one.num_bytes for one in small), dtype=np.uint8))
-    pack.read(np.empty(max(len(pack.buffer), 1), dtype=np.uint8), source)
+    pack.read(np.empty(MOST_SMALL, dtype=np.uint8), source.read_into)
     return b64encode(pack.buffer.data).decode()
 
 

@@ -19,13 +19,13 @@ import stat
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import Generic, Self, TypeVar
+from typing import Self
 
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.text import quoted
@@ -164,8 +164,6 @@ def blocks(storage: Storage, path: str, start: int, stop: int) -> Iterator[memor
 MAX_OPEN = 128
 """Files that stay open while no thread uses them."""
 
-Key = TypeVar("Key", bound=Hashable)
-
 
 @dataclass(slots=True)
 class OpenFile:
@@ -183,28 +181,28 @@ class OpenFile:
             os.close(self.direct)
 
 
-class OpenFiles(ABC, Generic[Key]):
-    """Files by key, opened when first used; safe to use from several threads."""
+class OpenFiles(ABC):
+    """Files by path, opened when first used; safe to use from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: OrderedDict[Key, OpenFile] = OrderedDict()
+        self._open: OrderedDict[str, OpenFile] = OrderedDict()
 
     @abstractmethod
-    def _open_file(self, key: Key) -> OpenFile:
+    def _open_file(self, path: str) -> OpenFile:
         """Open a file that is not open."""
 
     @contextmanager
-    def using(self, key: Key) -> Iterator[OpenFile]:
+    def using(self, path: str) -> Iterator[OpenFile]:
         """A file that stays open inside the ``with`` block."""
         with self._lock:
-            file = self._open.get(key)
+            file = self._open.get(path)
             if file is None:
-                idle = [key for key, file in self._open.items() if not file.users]
+                idle = [old for old, file in self._open.items() if not file.users]
                 for old in idle[: max(len(self._open) + 1 - MAX_OPEN, 0)]:
                     self._open.pop(old).close()
-                file = self._open[key] = self._open_file(key)
-            self._open.move_to_end(key)
+                file = self._open[path] = self._open_file(path)
+            self._open.move_to_end(path)
             file.users += 1
         try:
             yield file
@@ -222,11 +220,8 @@ class OpenFiles(ABC, Generic[Key]):
 
 MAX_DEPTH = 32
 
-Identity = tuple[int, int, int, int, int]
-"""Device, inode, size, and the times of the last write and the last change of a file."""
 
-
-class LocalStorage(OpenFiles[str], Storage):
+class LocalStorage(OpenFiles, Storage):
     """A local folder, or one local file.
 
     The identity of a file is recorded when it is first listed or opened. A file that has another
@@ -238,7 +233,7 @@ class LocalStorage(OpenFiles[str], Storage):
     def __init__(self, root: str) -> None:
         super().__init__()
         self.root = root.rstrip("/") or root
-        self._identities: dict[str, Identity] = {}
+        self._identities: dict[str, tuple[int, ...]] = {}
         path = Path(root)
         try:
             mode = path.stat().st_mode
@@ -269,7 +264,7 @@ class LocalStorage(OpenFiles[str], Storage):
         Inodes are compared too, but only within this process: on some network file systems they
         differ between machines.
         """
-        found = []
+        versions = []
         for path in paths:
             where = self._folder / check_path(path)
             try:
@@ -277,12 +272,12 @@ class LocalStorage(OpenFiles[str], Storage):
             except OSError as error:
                 raise _unreadable(self.where(path), error) from None
             self._check_same(path, status)
-            found.append(f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}")
-        return found
+            versions.append(f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}")
+        return versions
 
     def read_many(self, ranges: Sequence[Range]) -> Sequence[bytes]:
         """Many small ranges; consecutive ranges of one file look it up once."""
-        found: list[bytes] = []
+        contents: list[bytes] = []
         for path, some in groupby(ranges, key=itemgetter(0)):
             with self.using(path) as file:
                 for _, offset, length in some:
@@ -294,8 +289,8 @@ class LocalStorage(OpenFiles[str], Storage):
                         buffer = bytearray(length)
                         self._fill(file, path, offset, memoryview(buffer))
                         data = bytes(buffer)
-                    found.append(data)
-        return found
+                    contents.append(data)
+        return contents
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         with self.using(path) as file:
@@ -358,7 +353,8 @@ class LocalStorage(OpenFiles[str], Storage):
             )
 
 
-def _identity(status: os.stat_result) -> Identity:
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    """Device, inode, size, and the times of the last write and the last change of a file."""
     file = status.st_dev, status.st_ino, status.st_size
     return *file, status.st_mtime_ns, status.st_ctime_ns
 

@@ -31,7 +31,7 @@ from reshard.checkpoint.integrity.checksums import (
 )
 from reshard.checkpoint.piece_table import slabs
 from reshard.checkpoint.storage.local import Storage
-from reshard.checkpoint.transfer.packing import SMALL, Pack, batches, tiles
+from reshard.checkpoint.transfer.packing import Pack, batches, is_small
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.checkpoint.transfer.windows import (
     Array,
@@ -175,7 +175,7 @@ class StoredReader:
 
     def read(self, box: Box, buffers: Buffers) -> Array:
         """A box, as unsigned integers of the size of its elements; valid until the next read."""
-        return fill(self._transfer, box, buffers, self.source)
+        return fill(self._transfer, box, buffers, self.source.read_into)
 
     def place(self, index: tuple[int, ...]) -> tuple[str, int]:
         """The file that holds an element, and the byte at which it begins."""
@@ -191,7 +191,7 @@ class StoredReader:
             return 0
         array, name, dtype = self.read(box, buffers), self.tensor.name, self.tensor.dtype
         value = digest.part(array, box, self.tensor.shape, dtype)
-        unequal = unequal_replicas(self._transfer, box, array, buffers, self.source)
+        unequal = unequal_replicas(self._transfer, box, array, buffers, self.source.read_into)
         for where, file, apart in unequal:
             at = np.unravel_index(int(apart.argmax()), apart.shape) if apart.ndim else ()
             first = tuple(int(index) + low for index, low in zip(at, where.start, strict=True))
@@ -234,7 +234,7 @@ def digests_of(
             return [attempt(task.reader.digest, task.box, buffers, tell)]
         try:
             pack = Pack.of(task.tensors, buffers.window)
-            pack.read(buffers.scratch, source)
+            pack.read(buffers.scratch, source.read_into)
             return pack.digests()
         except CheckpointError:  # its tensors are read one by one, to name the bad one
             return [attempt(alone, tensor, buffers) for tensor in task.tensors]
@@ -269,7 +269,7 @@ def _tasks(
     """The boxes of large tensors, each at most as large as a window, then small ones in packs."""
     small: list[StoredTensor] = []
     for tensor in tensors:
-        if 0 < tensor.num_bytes <= min(SMALL, window) and tiles(tensor.shape, tensor.pieces):
+        if tensor.num_bytes <= window and is_small(tensor):
             small.append(tensor)
             continue
         try:
