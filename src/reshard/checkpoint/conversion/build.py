@@ -358,13 +358,13 @@ class Conversion:
     def _write_sidecar(self, done: list[Done]) -> None:
         """Write checksums and digests; unchanged tensors must have the digests of the source."""
         plan, known = self.plan, self.source.checksums
+        expected = known.digests if known is not None else {}
         tensors = [(one.name, one.shape, one.want) for one in plan.transfers]
         sums = checksums_of(done, plan.output.files, tensors, self._identity)
-        for transfer in plan.transfers if known is not None else ():
+        for transfer in plan.transfers:
             name, digest = transfer.name, sums.digests[transfer.name]
-            expected = known.digests.get(name, digest)
-            if digest != expected and transfer.is_unchanged:
-                self.source.blame_digest(transfer, digest, expected)
+            if transfer.is_unchanged and expected.get(name, digest) != digest:
+                self.source.blame_digest(transfer, digest, expected[name])
         replace_file(self.place.data / SIDECAR, sums.to_bytes())
 
     def _publish(self) -> None:

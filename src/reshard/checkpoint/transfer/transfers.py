@@ -152,7 +152,7 @@ def transfer_of(
     have = fed[0].tensor.dtype
     is_unchanged = have == want and not zeros and [each.feed for each in fed] == [Feed(name)]
     if isinstance(destination, OutputTensor) and _is_whole(shape, fed):
-        stored, most = fed[0].tensor, prod(shape) * itemsize(want)
+        stored, most = fed[0].tensor, itemsize(want) * prod(shape)
         # Boxes whose rows alternate in a file are written row by row.
         has_runs = all(piece.is_contiguous for piece in destination.pieces)
         if has_runs and most <= SMALL and is_small(stored):

@@ -14,7 +14,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -105,7 +105,7 @@ def in_order(
     tasks: Iterable[Task],
     workers: int,
     make: Callable[[], Any] = lambda: None,
-) -> Iterator[tuple[Task, Result]]:
+) -> Generator[tuple[Task, Result], None, None]:
     """Run tasks in worker threads and yield the results in the order of the tasks.
 
     Every worker has its own object from ``make``, such as its buffers. Tasks are taken from the
