@@ -18,7 +18,7 @@ from reshard.checkpoint.conversion.plan import ConversionPlan, stamp_of
 from reshard.checkpoint.conversion.request import Request
 from reshard.checkpoint.integrity.checksums import SIDECAR, Checker, Checksums, load_checksums
 from reshard.checkpoint.publish.journal import Journal, read_journals
-from reshard.checkpoint.publish.workplace import Workplace, check_places
+from reshard.checkpoint.publish.workplace import Workplace
 from reshard.checkpoint.storage.local import Storage
 from reshard.checkpoint.storage.output_files import MAX_COPY, OutputFiles, named, replace_file
 from reshard.checkpoint.storage.remote import RemoteTarget
@@ -67,7 +67,7 @@ class Conversion:
             address = self._remote.address.encode(errors="surrogateescape")
             name = hashlib.blake2b(address, digest_size=8).hexdigest()
             path = Path(tempfile.gettempdir()) / f"reshard-{name}"
-        self.place = Workplace.beside(path)
+        self.place = Workplace(path)
         workers = request.workers or (COPIERS if storage.is_local else REMOTE_WORKERS)
         self.budget = Budget.of(request.memory, workers)
         self.source = Source(storage, plan.catalog)
@@ -128,9 +128,10 @@ class Conversion:
         """Refuse a destination that cannot be written; the names of other files there, kept."""
         request = self.request
         if self._remote is not None:
-            self._remote.check_absent(request.src, request.overwrite or request.resume)
+            _check_apart(request.src, self._remote.address)
+            self._remote.check_absent(request.overwrite or request.resume)
             return ()
-        check_places(request.src, self.place.target)
+        _check_apart(request.src, str(self.place.target))
         return self.place.check_target(request.overwrite, self.plan.paths).kept
 
     def _is_complete(self) -> bool:
@@ -375,3 +376,14 @@ class Conversion:
         sidecar = [SIDECAR] if (place.data / SIDECAR).exists() else []
         self._remote.upload(place.data, [*paths, *sidecar], self._identity)
         place.finish()
+
+
+def _check_apart(source: str, target: str) -> None:
+    """Refuse a destination that is the source, is inside it, or contains it."""
+    places = [one if "://" in one else str(Path(one).resolve()) for one in (source, target)]
+    have, want = (f"{place.rstrip('/')}/" for place in places)
+    if have.startswith(want) or want.startswith(have):
+        raise TargetError(
+            f"the destination {target} and the source {source} are the same or contain each other: "
+            "choose a destination outside of the source"
+        )

@@ -158,7 +158,7 @@ class _Saving:
                 self.others.setdefault(name, (rank, size))
             keys |= {name: tuple(path) for name, path in paths.items()}
         self._check_entries(specs)
-        self.place = Workplace.beside(Path(plain_path(request["path"])))
+        self.place = Workplace(Path(plain_path(request["path"])))
         self.plan = self._planned(specs, keys)
         self.kept: tuple[str, ...] = ()
         """Names of other files at the destination."""
