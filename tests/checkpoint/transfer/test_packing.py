@@ -80,7 +80,7 @@ def test_a_pack_holds_its_tensors_one_after_the_other(data: st.DataObject) -> No
         arrays.append(array)
         tensors.append(StoredTensor("w", shape, dtype, tuple(put(data, array, files))))
     total = sum(tensor.num_bytes for tensor in tensors)
-    pack = Pack.of(tensors, np.empty(total + 9, dtype=np.uint8))
+    pack = Pack(tensors, np.empty(total + 9, dtype=np.uint8))
     pack.read(np.empty(total + 20_000, dtype=np.uint8), files.read_into)
     assert pack.buffer[:total].tobytes() == b"".join(array.tobytes() for array in arrays)
     numbers = [int.from_bytes(array.tobytes(), "little") for array in arrays]

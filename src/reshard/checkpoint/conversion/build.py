@@ -1,17 +1,16 @@
 """The build of a conversion: check the source, copy chunks, check and seal the output, publish it.
 
-All ranks that convert together run it: rank 0 prepares, seals and publishes, and every rank copies
-its share of the chunks.
+Of the ranks that convert together every one copies its share of the chunks; rank 0 does the rest.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, closing
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 from reshard.checkpoint.conversion.plan import ConversionPlan, stamp_of
@@ -19,7 +18,7 @@ from reshard.checkpoint.conversion.request import Request
 from reshard.checkpoint.integrity.checksums import SIDECAR, Checker, Checksums, load_checksums
 from reshard.checkpoint.publish.journal import Journal, read_journals
 from reshard.checkpoint.publish.workplace import Workplace
-from reshard.checkpoint.storage.local import Storage
+from reshard.checkpoint.storage.local import REQUEST, Storage
 from reshard.checkpoint.storage.output_files import MAX_COPY, OutputFiles, named, replace_file
 from reshard.checkpoint.storage.remote import RemoteTarget
 from reshard.checkpoint.transfer.copying import Copier, Done, checksums_of
@@ -57,7 +56,6 @@ class Conversion:
     """A conversion that was planned, on one of the processes that run it."""
 
     _target: OutputFiles
-    _copier: Copier
 
     def __init__(self, request: Request, plan: ConversionPlan, storage: Storage) -> None:
         self.request, self.plan, self.storage = request, plan, storage
@@ -113,14 +111,11 @@ class Conversion:
             self._agree_on_budget()
             self._target = OutputFiles(place.data, plan.output.files)
             stack.callback(self._target.close)
-            options = request.checksums, request.compare_replicas
-            self._copier = Copier(plan.transfers, self.source, self._target, *options)
             self._build()
         self.has_built = True
 
     def worker_bytes(self, window: int) -> int:
-        """The memory of one worker: its buffers, a server's reply, and what hashes, casts and
-        writes need."""
+        """The memory of a worker: buffers, a server's reply, what hashes, casts and writes need."""
         own = window // 2 + min(window, 2 << 20) + min(window, MAX_COPY)
         return Buffers.size_of(window, self.plan.casts) + window + own
 
@@ -136,11 +131,11 @@ class Conversion:
 
     def _is_complete(self) -> bool:
         """Whether the destination is the result of this very request, from an earlier run."""
-        place = self.place
+        place, identity = self.place, self._identity
         if self._remote is not None:
-            is_result = self._remote.is_result(self._identity)
+            is_result = self._remote.is_result(identity)
         else:
-            is_result = place.is_result(self._identity, self.plan.output.files)
+            is_result = place.is_result(identity, self.plan.output.files)
         if is_result and self.request.team.leads and place.folder.exists():
             place.enter()
             unfinished = place.request()
@@ -194,7 +189,8 @@ class Conversion:
                 f"the unfinished conversion to {place.target} was of another source, or asked for "
                 f"something else: give the same arguments, or remove {place.folder} to start again"
             )
-        if not self.plan.stamp.is_sure:
+        _, is_sure = self.plan.stamp
+        if not is_sure:
             raise TargetError(
                 f"{self.storage.root} reports no versions of its files, so a changed source would "
                 f"not be noticed: remove {place.folder} to start again"
@@ -239,29 +235,26 @@ class Conversion:
             if not read_journals(place.folder):  # there is nothing to resume
                 place.discard()
             raise
-        around = (  # the bytes around small tensors are written with the tensors
-            literal
-            for transfer in self.plan.transfers
-            if not transfer.is_packed(self.budget.window)
-            for literal in output.tensors[transfer.name].literals()
-        )
-        for literal in chain(output.literals, around):
-            self._put(literal.file, literal.offset, literal.data)
-        for copy in output.objects:
-            source = copy.source
-            for at, data in self._read(self.source.name(source.file), source.offset, source.size):
-                crcs = self.source.crcs
-                crcs.add(crcs.parts(source.file, source.offset + at, data))
-                self._put(copy.file, copy.offset + at, data)
-        others = self.plan.others
-        for number, file in enumerate(others, len(output.files) - len(others)):
-            for at, data in self._read(file.path, 0, file.size):
-                self._put(number, at, data)
+        for file, offset, data in self._known_bytes():
+            checksums = self.request.checksums
+            self._prepared.write(self._target, file, offset, memoryview(data), checksums)
         replace_file(place.folder / "prepared", b"")
 
-    def _put(self, file: int, offset: int, data: bytes) -> None:
-        checksums = self.request.checksums
-        self._prepared.write(self._target, file, offset, memoryview(data), checksums)
+    def _known_bytes(self) -> Iterator[tuple[int, int, bytes]]:
+        """Everything but the tensors: file, offset and bytes."""
+        plan, crcs = self.plan, self.source.crcs
+        # The bytes around small tensors are written with the tensors.
+        packed = {one.name for one in plan.transfers if one.is_packed(self.budget.window)}
+        for literal in plan.output.all_literals(packed):
+            yield literal.file, literal.offset, literal.data
+        for copy in plan.output.objects:
+            one = copy.source
+            for at, data in self._read(self.source.name(one.file), one.offset, one.size):
+                crcs.add(crcs.parts(one.file, one.offset + at, data))
+                yield copy.file, copy.offset + at, data
+        for number, file in enumerate(plan.others, len(plan.output.files) - len(plan.others)):
+            for at, data in self._read(file.path, 0, file.size):
+                yield number, at, data
 
     def _read(self, path: str, start: int, size: int) -> Iterator[tuple[int, bytes]]:
         """A range of a source file in blocks, each with its offset in the range."""
@@ -272,17 +265,20 @@ class Conversion:
 
     def _copy(self) -> None:
         """Copy the chunks of this process that are not done yet."""
+        request = self.request
+        options = request.checksums, request.compare_replicas
+        copier = Copier(self.plan.transfers, self.source, self._target, *options)
         total = (
             one.num_bytes(t.dtype) for t in self.plan.output.tensors.values() for one in t.pieces
         )
-        meter, unsynced = Meter(self.request.progress, sum(total)), 0
-        with Journal(self.place.folder, self.request.team.rank) as journal:
+        meter, unsynced = Meter(request.progress, sum(total)), 0
+        with Journal(self.place.folder, request.team.rank) as journal:
             done = {record["chunk"]: record["bytes"] for record in read_journals(self.place.folder)}
             self.resumed_bytes = sum(done.values())
             meter(self.resumed_bytes)
 
             def work(chunk: CopyChunk, buffers: Buffers) -> int:
-                copied = self._copier.copy(chunk, buffers)
+                copied = copier.copy(chunk, buffers)
                 journal.append(copied.to_record())
                 return copied.num_bytes
 
@@ -301,9 +297,10 @@ class Conversion:
         return chunks_of(self.plan.transfers, self.budget.window)
 
     def _to_do(self, done: Collection[int]) -> Iterator[CopyChunk]:
+        team = self.request.team
         for chunk in self._chunks():
             self._num_chunks = chunk.number + 1
-            if chunk.number not in done and self.request.team.takes(chunk.number):
+            if chunk.number not in done and chunk.number % team.size == team.rank:
                 yield chunk
 
     def _sync(self, journal: Journal) -> None:
@@ -349,15 +346,16 @@ class Conversion:
             if file.path in checked:  # an interrupted earlier run may have read it only in part
                 source.count(source.checker.finish(self.storage, file.path))
         if self.request.checksums:
-            self._write_sidecar([self._prepared, *done.values()])
+            path, data = SIDECAR, self._checksums([self._prepared, *done.values()]).to_bytes()
         else:
-            self.place.note_result(self._identity)
+            path, data = REQUEST, json.dumps(self._identity).encode()
+        replace_file(self.place.data / path, data)
         self._sync_files()
         self._target.sync_folders()
         self._target.close()
 
-    def _write_sidecar(self, done: list[Done]) -> None:
-        """Write checksums and digests; unchanged tensors must have the digests of the source."""
+    def _checksums(self, done: list[Done]) -> Checksums:
+        """Checksums and digests; unchanged tensors must have the digests of the source."""
         plan, known = self.plan, self.source.checksums
         expected = known.digests if known is not None else {}
         tensors = [(one.name, one.shape, one.want) for one in plan.transfers]
@@ -366,7 +364,7 @@ class Conversion:
             name, digest = transfer.name, sums.digests[transfer.name]
             if transfer.is_unchanged and expected.get(name, digest) != digest:
                 self.source.blame_digest(transfer, digest, expected[name])
-        replace_file(self.place.data / SIDECAR, sums.to_bytes())
+        return sums
 
     def _publish(self) -> None:
         place, paths = self.place, self.plan.paths

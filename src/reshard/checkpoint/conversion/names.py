@@ -16,7 +16,7 @@ from math import prod
 from typing import TypeAlias
 
 from reshard.checkpoint.catalog import Catalog, StoredTensor
-from reshard.checkpoint.transfer.transfers import SourceTensor, pieces_of
+from reshard.checkpoint.transfer.transfers import pieces_of
 from reshard.errors import NamesError, PlanError
 from reshard.layout.box import Box
 from reshard.layout.coverage import missing_boxes
@@ -51,12 +51,9 @@ class Outline:
     shape: tuple[int, ...]
     dtype: str
     feeds: tuple[Feed, ...] = field(default=(), compare=False, repr=False)
-    """The source tensors, each with the part that it provides."""
+    """The source tensors, each with the part that it provides; none for the one of its own name."""
     zeros: tuple[Box, ...] = field(default=(), compare=False, repr=False)
     """Boxes that have no source and are zero."""
-
-    def sources(self, stored: Mapping[str, StoredTensor]) -> list[SourceTensor]:
-        return [SourceTensor(stored[feed.name], feed) for feed in self.feeds]
 
 
 Tensors: TypeAlias = Mapping[str, Outline | StoredTensor]
@@ -71,20 +68,16 @@ def outlines_of(have: Tensors, names: Names, drop: Sequence[str] = ()) -> dict[s
     keys: dict[str, str] = {}
     used = _dropped(have, drop)
     for key, source in names.items():
-        for name, resolved in _resolved(key, source, have):
+        for name, resolved, parts in _resolved(key, source, have):
             if name in produced:
                 raise NamesError(
                     f"names makes {quoted(name)} twice, as {quoted(keys[name])} and as "
                     f"{quoted(key)}: give one of the two another name"
                 )
-            produced[name] = _outline(name, resolved, have)
+            produced[name] = _outline(name, resolved, {part: have[part] for part in parts})
             keys[name] = key
-            used |= {feed.name for feed in produced[name].feeds}
-    kept = {
-        name: Outline(one.shape, one.dtype, (Feed(name),))
-        for name, one in have.items()
-        if name not in used
-    }
+            used.update(parts)
+    kept = {name: Outline(o.shape, o.dtype) for name, o in have.items() if name not in used}
     double = next((name for name in kept if name in produced), None)
     if double is not None:
         raise NamesError(
@@ -151,19 +144,20 @@ def rename_tensors(
     outlines = outlines_of(catalog.tensors, names, drop)
     tensors = {}
     for name, outline in outlines.items():
-        fed = outline.sources(catalog.tensors)
-        if len(fed) == 1 and not fed[0].feed.moves and not outline.zeros:
-            tensors[name] = replace(fed[0].tensor, name=name)
+        feeds = outline.feeds or (Feed(name),)
+        if len(feeds) == 1 and not feeds[0].moves and not outline.zeros:
+            tensors[name] = replace(catalog.tensors[feeds[0].name], name=name)
             continue
-        pieces = tuple(pieces_of(fed).pieces())
+        pieces = tuple(pieces_of(feeds, catalog.tensors).pieces())
         tensors[name] = StoredTensor(name, outline.shape, outline.dtype, pieces, outline.zeros)
     return replace(catalog, tensors=tensors), left_over(catalog.tensors, outlines, drop)
 
 
 def _resolved(
     key: str, source: Source, have: Tensors
-) -> Iterator[tuple[str, Take | Join | Stacked]]:
-    """The output names that a key stands for, each with its source, without placeholders."""
+) -> Iterator[tuple[str, Source, tuple[str, ...]]]:
+    """The output names that a key stands for, each with its source, without placeholders, and the
+    names in it."""
     source = Take(source) if isinstance(source, str) else source
     if not isinstance(source, Take | Join | Stacked):
         raise PlanError(f"{source!r} in names: give a name, take, join or stack")
@@ -182,9 +176,9 @@ def _resolved(
                 f"{quoted(name)} needs {', '.join(missing[:3])}, which the source lacks"
             )
         if isinstance(source, Take):
-            yield name, replace(source, name=parts[0])
+            yield name, replace(source, name=parts[0]), parts
         else:
-            yield name, replace(source, names=parts)
+            yield name, replace(source, names=parts), parts
 
 
 def _leading(key: str, source: Source, templates: Sequence[str]) -> tuple[str, str | None]:
@@ -241,41 +235,38 @@ def _counted(name: str, template: str, place: str, numbers: set[str]) -> tuple[s
     return tuple(fill_in(template, {place: number}) for number in expected)
 
 
-def _outline(name: str, source: Take | Join | Stacked, have: Tensors) -> Outline:
-    """An output tensor with its shape, dtype and feeds."""
-    parts = (source.name,) if isinstance(source, Take) else source.names
-    dtypes = {have[part].dtype: part for part in parts}
+def _outline(name: str, source: Source, parts: Tensors) -> Outline:
+    """An output tensor with its shape, dtype and feeds, from its sources."""
+    dtypes = {part.dtype: one for one, part in parts.items()}
     if len(dtypes) > 1:
         (first, one), (second, two), *_ = dtypes.items()
         raise PlanError(
             f"{quoted(name)} is joined from {quoted(one)} of {first} and {quoted(two)} of "
             f"{second}: convert the sources to one dtype first"
         )
-    specs = {part: TensorSpec(have[part].shape, have[part].dtype, _ANYWHERE) for part in parts}
-    shape = _shape(name, source, [have[part].shape for part in parts])
+    shape = _shape(name, source, parts)
     if prod(shape) > MAX_ELEMENTS:
         raise PlanError(
             f"{quoted(name)} would have shape {shape}, and at most {MAX_ELEMENTS} elements can be "
             "counted: check the sizes in names"
         )
     [dtype] = dtypes
+    specs = {one: TensorSpec(part.shape, dtype, _ANYWHERE) for one, part in parts.items()}
     fed = feeds_of(name, TensorSpec(shape, dtype, _ANYWHERE), specs, {name: source})
     assert isinstance(fed, tuple)  # it is a list if sources are missing
-    feeds, zeros = fed
-    return Outline(shape, dtype, tuple(feeds), zeros)
+    return Outline(shape, dtype, tuple(fed[0]), fed[1])
 
 
-def _shape(
-    name: str, source: Take | Join | Stacked, shapes: Sequence[tuple[int, ...]]
-) -> tuple[int, ...]:
+def _shape(name: str, source: Source, parts: Tensors) -> tuple[int, ...]:
     """The shape of an output tensor from those of its sources; ``feeds_of`` checks the rest."""
-    first = shapes[0]
-    if isinstance(source, Take):
-        return _taken(source, first)
+    first = next(iter(parts.values())).shape
+    if not isinstance(source, Join | Stacked):
+        return _taken(source, first) if isinstance(source, Take) else first
     dim, joins = source.dim, isinstance(source, Join)
     last = len(first) - joins
     if not 0 <= dim <= last:
         raise PlanError(f"{quoted(name)} is joined in dim {dim}: the dims are 0 to {last}")
+    shapes = [parts[one].shape for one in source.names]  # one tensor may be a part several times
     length = sum(shape[dim] for shape in shapes if len(shape) > dim) if joins else len(shapes)
     return (*first[:dim], length, *first[dim + joins :])
 

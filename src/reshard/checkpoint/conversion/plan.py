@@ -16,7 +16,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.conversion.names import left_over, outlines_of
@@ -30,23 +30,15 @@ from reshard.checkpoint.output import Output, Wanted
 from reshard.checkpoint.storage.local import COMMITTED, TENSOR_FILES, Storage, StoredFile
 from reshard.checkpoint.transfer.transfers import Transfer, transfer_of
 from reshard.errors import CheckpointError, SizeError
-from reshard.planning.names import Names, names_of
+from reshard.planning.names import Feed, Names, names_of
 from reshard.text import parse_bytes, quoted
 
 FORMATS = ("full", "sharded", "distcp", "ranks")
 
 
-class Stamp(NamedTuple):
-    """The state of a source's files at one time."""
-
-    text: str
-    """A hash of the source's path and of the names, sizes and versions of its files."""
-    is_sure: bool
-    """Whether every file has a version, so that every change of it shows."""
-
-
-def stamp_of(catalog: Catalog, storage: Storage) -> Stamp:
-    """The present state of a source."""
+def stamp_of(catalog: Catalog, storage: Storage) -> tuple[str, bool]:
+    """The present state of a source: a hash of its path and of the names, sizes and versions of
+    its files; and whether every file has a version, so that every change of it shows."""
     root = str(Path(catalog.root).resolve()) if storage.is_local else catalog.root
     # A path need not be valid UTF-8.
     hasher = hashlib.blake2b(root.encode(errors="surrogateescape"), digest_size=16)
@@ -54,16 +46,14 @@ def stamp_of(catalog: Catalog, storage: Storage) -> Stamp:
     versions = storage.versions([file.path for file in files])
     for file, version in zip(files, versions, strict=True):
         hasher.update(json.dumps([file.path, file.size, version]).encode())
-    return Stamp(hasher.hexdigest(), None not in versions)
+    return hasher.hexdigest(), None not in versions
 
 
-_BASES = {
-    "adapter_model": "adapter_model",  # PEFT
-    "diffusion_pytorch_model": "diffusion_pytorch_model",  # diffusers
-    "model": "model",  # transformers
-    "pytorch_model": "model",
-}
-_NAME = re.compile(rf"({'|'.join(_BASES)})(\.[A-Za-z]\w*)?(-\d+-of-\d+)?\.(safetensors|bin)")
+_NAME = re.compile(
+    r"(adapter_model|diffusion_pytorch_model|(?:pytorch_)?model)(\.[A-Za-z]\w*)?(-\d+-of-\d+)?"
+    r"\.(safetensors|bin)"
+)
+"""Names of files of PEFT, diffusers and transformers."""
 _WEIGHTS = re.compile(
     r"((pytorch_model|adapter_model|diffusion_pytorch_model|consolidated)[^/]*\.(bin|pt|pth)"
     r"|tf_model[^/]*\.h5|flax_model[^/]*\.msgpack)(\.index\.json)?"
@@ -84,8 +74,8 @@ class ConversionPlan:
     """The last files of the output, which are copied unchanged."""
     fingerprint: str
     """A hash of the source and the request."""
-    stamp: Stamp
-    """The state of the source when the plan was made."""
+    stamp: tuple[str, bool]
+    """The state of the source when the plan was made: see ``stamp_of``."""
     notes: tuple[str, ...] = ()
     """Remarks on the request and the layouts, for the report."""
 
@@ -123,8 +113,8 @@ def plan_conversion(request: Request, catalog: Catalog, storage: Storage) -> Con
     output = _output(request, format, wanted, catalog, storage)
     transfers = []
     for name, outline in outlines.items():
-        fed, tensor = outline.sources(stored), output.tensors[name]
-        one = transfer_of(name, tensor.shape, tensor.dtype, fed, tensor, outline.zeros)
+        feeds, tensor = outline.feeds or (Feed(name),), output.tensors[name]
+        one = transfer_of(name, tensor.shape, tensor.dtype, feeds, stored, tensor, outline.zeros)
         transfers.append(one)
     others, strays = _others(output, catalog, format)
     rest = left_over(stored, outlines, request.drop)
@@ -140,7 +130,7 @@ def plan_conversion(request: Request, catalog: Catalog, storage: Storage) -> Con
         output,
         tuple(transfers),
         others,
-        _fingerprint(stamp.text, output, names, transfers),
+        _fingerprint(stamp[0], output, names, transfers),
         stamp,
         notes_of(wanted, outlines, request),
     )
@@ -211,9 +201,9 @@ def base_of(
     The names of the source files decide, if all of them are known; else the config of an adapter
     or of a diffusers model in the folder.
     """
-    found = {match[1] if (match := _NAME.fullmatch(path)) else None for path in files}
-    if len(found) == 1 and (name := found.pop()) is not None:
-        return _BASES[name]
+    names = {match[1] if (match := _NAME.fullmatch(path)) else None for path in files}
+    if len(names) == 1 and (name := names.pop()) is not None:
+        return name.removeprefix("pytorch_")
     if "adapter_config.json" in others and "config.json" not in others:
         return "adapter_model"
     return "diffusion_pytorch_model" if "_diffusers_version" in (config or {}) else "model"

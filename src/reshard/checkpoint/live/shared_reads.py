@@ -349,7 +349,7 @@ def read_small(requests: Mapping[str, ReadRequest], source: Source) -> str:
     """The bytes of small tensors, one after the other, in base64."""
     transfers = [request.transfer for request in requests.values()]
     small = [StoredTensor(t.name, t.shape, t.have, tuple(t.source.pieces())) for t in transfers]
-    pack = Pack.of(small, np.empty(sum(one.num_bytes for one in small), dtype=np.uint8))
+    pack = Pack(small, np.empty(sum(one.num_bytes for one in small), dtype=np.uint8))
     pack.read(np.empty(MOST_SMALL, dtype=np.uint8), source.read_into)
     return b64encode(pack.buffer.data).decode()
 

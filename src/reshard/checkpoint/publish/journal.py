@@ -7,18 +7,8 @@ When a process dies, its writes survive: every line is valid. When the machine d
 reached the disk before the bytes that they describe. So each process records the boot id of its
 machine, and after another boot only lines before a ``synced`` line are valid.
 
-Several processes can convert together. They communicate only through these files: every rank makes
-the same plan and copies its share of the chunks; rank 0 prepares the files, and publishes them when
-the journals show that all chunks are done.
-
->>> import tempfile, pathlib
->>> folder = pathlib.Path(tempfile.mkdtemp())
->>> with Journal(folder, rank=0) as journal:
-...     journal.append({"chunk": 7})
->>> with (folder / "journal.0").open("ab") as torn:
-...     _ = torn.write(b'0000 {"chu')
->>> read_journals(folder)
-[{'chunk': 7}]
+Processes that convert together communicate only through these files: every rank makes the same
+plan and copies its share of the chunks; rank 0 publishes when the journals have all chunks.
 """
 
 from __future__ import annotations
@@ -139,9 +129,6 @@ class Team:
     def leads(self) -> bool:
         """Whether this process prepares and publishes."""
         return self.rank == 0
-
-    def takes(self, chunk: int) -> bool:
-        return chunk % self.size == self.rank
 
     def note_failure(self, place: Workplace, error: BaseException) -> None:
         """Leave a file that tells the other ranks of a failure, unless one of them has failed."""

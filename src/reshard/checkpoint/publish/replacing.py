@@ -26,14 +26,7 @@ from reshard.checkpoint.formats.checks import is_distcp
 from reshard.checkpoint.formats.reader import survey_catalog
 from reshard.checkpoint.formats.safetensors.reader import find_index, index_files
 from reshard.checkpoint.integrity.checksums import SIDECAR, load_checksums
-from reshard.checkpoint.storage.local import (
-    COMMITTED,
-    OURS,
-    REQUEST,
-    LocalStorage,
-    StoredFile,
-    file_status,
-)
+from reshard.checkpoint.storage.local import COMMITTED, REQUEST, LocalStorage
 from reshard.errors import ReshardError, TargetError
 from reshard.text import quoted
 
@@ -83,21 +76,9 @@ def replaced_by(target: Path, files: Collection[str]) -> Replaced:
     return Replaced(belongs, tuple(kept))
 
 
-class _TopLevel(LocalStorage):
-    """The files directly in a folder, without its subfolders."""
-
-    def list(self) -> tuple[StoredFile, ...]:
-        entries = sorted(os.scandir(self.root), key=lambda entry: entry.name)
-        return tuple(
-            StoredFile(entry.name, status.st_size)
-            for entry in entries
-            if not entry.name.startswith(OURS) and (status := file_status(entry))
-        )
-
-
 def _belonging(target: Path) -> frozenset[str]:
     """The files of the checkpoint in a folder."""
-    with _TopLevel(str(target)) as storage:
+    with LocalStorage(str(target), depth=0) as storage:
         sizes: dict[str, int] = {}  # of the files that reshard wrote with the checkpoint
         with suppress(ReshardError):
             sums = load_checksums(storage)

@@ -19,10 +19,8 @@ When everything is written, ``data`` replaces the destination:
        the files that are part of the old checkpoint
 
 A process may be killed at any point. Before step 2 the old checkpoint is complete, after it the new
-one is. Between the two renames of step 2 the old one is complete in ``old``. In steps 3 and 4 some
-of the other files are still in the partial folder. The next process that works on this destination
-(to resume, overwrite or save) begins with ``settle``: it renames ``old`` back, or does the last two
-steps.
+one is; between the two renames the old one is complete in ``old``. The next process that works on
+this destination begins with ``settle``: it renames ``old`` back, or does the last two steps.
 """
 
 from __future__ import annotations
@@ -74,6 +72,8 @@ class Workplace:
         self.data = self.folder / "data"
         self.old = self.folder / "old"
         """The old content of the destination, after it was moved aside."""
+        self._gone = f".{self.target.name}.reshard-gone-"
+        """The beginning of the names of folders that wait to be deleted."""
         self._lock: int | None = None
 
     def check_target(self, overwrite: bool, files: Collection[str]) -> Replaced:
@@ -115,12 +115,10 @@ class Workplace:
     def recover(self) -> bool:
         """Do what ``settle`` does, with the lock held; whether the new output is published."""
         state = _publishing(self.folder)
-        if not state:
-            return False
-        if self.target.is_dir() and self.target.stat().st_ino == state["inode"]:
+        if state and self.target.is_dir() and self.target.stat().st_ino == state["inode"]:
             self.finish()
             return True
-        if self.old.exists() and not os.path.lexists(self.target):
+        if state and self.old.exists() and not os.path.lexists(self.target):
             self.old.rename(self.target)
         return False
 
@@ -168,27 +166,17 @@ class Workplace:
                         return
                 os.close(lock)
             time.sleep(0.02)
-        if not reason:
-            raise TargetError(
-                f"another conversion is writing {self.target}: wait for it, or end it"
-            )
-        raise TargetError(
-            f"nothing can be written next to {self.target}: {reason}: choose another target"
-        )
-
-    @property
-    def _gone(self) -> str:
-        """The prefix of folders that wait to be deleted."""
-        return f".{self.target.name}.reshard-gone-"
+        if reason:
+            text = f"nothing can be written next to {self.target}: {reason}: choose another target"
+        else:
+            text = f"another conversion is writing {self.target}: wait for it, or end it"
+        raise TargetError(text)
 
     def begin_anew(self) -> None:
         """Remove the unknown content of the folder."""
-        self._keep_old()
-        for path in self.folder.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            elif path.name != "lock":
-                path.unlink()
+        if any(path.name != "lock" for path in self.folder.iterdir()):
+            self.discard()
+            self.enter()
 
     def is_locked(self) -> bool:
         """Whether a process works here; also true if locks do not show it."""
@@ -218,10 +206,6 @@ class Workplace:
     def note_request(self, request: Mapping[str, Any]) -> None:
         replace_file(self.folder / "request.json", json.dumps(request).encode())
 
-    def note_result(self, request: Mapping[str, Any]) -> None:
-        """Record the request in an output without checksums."""
-        replace_file(self.data / REQUEST, json.dumps(request).encode())
-
     def is_result(self, request: Mapping[str, Any], files: Collection[StoredFile]) -> bool:
         """Whether the destination is the result of this request, with all of its files."""
         try:
@@ -238,14 +222,11 @@ class Workplace:
 
     def discard(self) -> None:
         """Remove everything that was built here."""
-        self._keep_old()
-        self._remove()
-
-    def _keep_old(self) -> None:
         if self.old.exists():
             raise UnfinishedError(
                 f"{self.old} holds the old content of {self.target}: move it to a safe place first"
             )
+        self._remove()
 
     def _remove(self) -> None:
         """Rename the folder in one step, then delete it."""

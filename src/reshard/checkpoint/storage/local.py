@@ -31,7 +31,7 @@ from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.text import quoted
 
 OURS = ".reshard"
-"""Prefix of our own files (locks, journals), which are never part of a checkpoint."""
+"""Prefix of our own files, which are never part of a checkpoint."""
 REQUEST = f"{OURS}-request.json"
 """Names the conversion that wrote a folder without checksums."""
 COMMITTED = "_RESHARD_COMMITTED"
@@ -66,11 +66,7 @@ def plain_path(address: str | Path) -> str:
 
 
 def check_path(path: str) -> str:
-    """Refuse a path that is absolute or leaves the root.
-
-    >>> check_path("mp_rank_00/model.pt")
-    'mp_rank_00/model.pt'
-    """
+    """Refuse a path that is absolute or leaves the root; return any other."""
     parts = path.split("/")
     if "\0" in path or "\\" in path or any(part in ("", ".", "..") for part in parts):
         raise UnsupportedError(
@@ -230,9 +226,10 @@ class LocalStorage(OpenFiles, Storage):
 
     is_local = True
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, depth: int = MAX_DEPTH) -> None:
+        """Open a folder, of which files are listed down to this depth, or a file."""
         super().__init__()
-        self.root = root.rstrip("/") or root
+        self.root, self._depth = root.rstrip("/") or root, depth
         self._identities: dict[str, tuple[int, ...]] = {}
         path = Path(root)
         try:
@@ -250,7 +247,7 @@ class LocalStorage(OpenFiles, Storage):
         self._real = os.path.realpath(self._folder)
 
     def _listed(self) -> Iterator[StoredFile]:
-        for path, status in _walk(self._folder, self.root):
+        for path, status in _walk(self._folder, self.root, self._depth):
             self._identities.setdefault(path, _identity(status))
             yield StoredFile(path, status.st_size)
 
@@ -371,7 +368,29 @@ def _reason(error: OSError) -> str:
     return f"{error.strerror}{': check its permissions' if is_denied else ''}"
 
 
-def file_status(entry: os.DirEntry[str]) -> os.stat_result | None:
+def _walk(folder: Path, root: str, depth: int) -> Iterator[tuple[str, os.stat_result]]:
+    """Regular files of a folder and its subfolders; links to folders are not followed."""
+    pending, count = [(folder, "", depth)], 0
+    while pending:
+        here, prefix, left = pending.pop()
+        try:
+            entries = list(os.scandir(here))
+        except OSError as error:
+            raise CheckpointError(f"{here} cannot be listed: {_reason(error)}") from None
+        for entry in entries:
+            count += 1
+            if entry.is_dir(follow_symlinks=False):
+                if not entry.name.startswith(".") and left:
+                    pending.append((Path(entry.path), f"{prefix}{entry.name}/", left - 1))
+            elif not entry.name.startswith(OURS) and (status := _file_status(entry)):
+                yield prefix + entry.name, status
+        if count > MAX_FILES:
+            raise CheckpointError(
+                f"{root} holds more than {MAX_FILES} files: name the folder of one checkpoint"
+            )
+
+
+def _file_status(entry: os.DirEntry[str]) -> os.stat_result | None:
     """The status of a regular file, or of one that a link leads to; None for anything else."""
     try:
         status = entry.stat()
@@ -381,25 +400,3 @@ def file_status(entry: os.DirEntry[str]) -> os.stat_result | None:
             return None
         raise CheckpointError(f"{entry.path} cannot be read: {_reason(error)}") from None
     return status if stat.S_ISREG(status.st_mode) else None
-
-
-def _walk(folder: Path, root: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Regular files of a folder and its subfolders; links to folders are not followed."""
-    pending, count = [(folder, "", 0)], 0
-    while pending:
-        here, prefix, depth = pending.pop()
-        try:
-            entries = list(os.scandir(here))
-        except OSError as error:
-            raise CheckpointError(f"{here} cannot be listed: {_reason(error)}") from None
-        for entry in entries:
-            count += 1
-            if entry.is_dir(follow_symlinks=False):
-                if not entry.name.startswith(".") and depth < MAX_DEPTH:
-                    pending.append((Path(entry.path), f"{prefix}{entry.name}/", depth + 1))
-            elif not entry.name.startswith(OURS) and (status := file_status(entry)):
-                yield prefix + entry.name, status
-        if count > MAX_FILES:
-            raise CheckpointError(
-                f"{root} holds more than {MAX_FILES} files: name the folder of one checkpoint"
-            )

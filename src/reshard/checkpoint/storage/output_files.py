@@ -3,14 +3,8 @@
 Large writes go from our memory to the disk, without a copy in the page cache: these *direct* writes
 save a third of the CPU time of a conversion of 3 GB and about 15 % of its time
 (``benchmarks/reports/convert.md``). They take whole blocks only, in the file and in memory, so the
-middle of a range is written directly and its two short ends through the cache:
-
->>> whole_blocks(5000, 20000)
-(3192, 19576)
->>> whole_blocks(8192, 4096), whole_blocks(8000, 100)
-((0, 4096), (0, 0))
-
-Data that is not aligned in memory is copied to an aligned buffer first.
+middle of a range is written directly and its two short ends through the cache. Data that is not
+aligned in memory is copied to an aligned buffer first.
 """
 
 from __future__ import annotations
@@ -19,7 +13,7 @@ import ctypes
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -33,15 +27,20 @@ from reshard.text import format_bytes
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_SYNC_FILE_RANGE_WRITE = 2
+
+
+@cache
+def _c_function(name: str) -> Any:
+    """A system call that Python does not offer; None where the C library does not have it."""
+    return getattr(ctypes.CDLL(None, use_errno=True), name, None)
 
 
 def exchange(one: Path, other: Path) -> bool:
     """Swap two folders atomically; False where the system cannot."""
-    try:
-        rename = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError):
+    rename, paths = _c_function("renameat2"), (os.fsencode(one), os.fsencode(other))
+    if rename is None:
         return False
-    paths = os.fsencode(one), os.fsencode(other)
     if rename(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0:
         return True
     code = ctypes.get_errno()
@@ -105,7 +104,11 @@ def aligned(num_bytes: int) -> Array:
 
 
 def whole_blocks(offset: int, length: int) -> tuple[int, int]:
-    """The part of a range that is whole blocks of its file, relative to the start of the range."""
+    """The part of a range that is whole blocks of its file, relative to the start of the range.
+
+    >>> whole_blocks(5000, 20000), whole_blocks(8000, 100)
+    ((3192, 19576), (0, 0))
+    """
     low, high = -offset % BLOCK, (offset + length) // BLOCK * BLOCK - offset
     return (low, high) if low < high else (0, 0)
 
@@ -124,27 +127,22 @@ def open_direct(path: Path) -> int | None:
 
 def write_direct(descriptor: int, offset: int, data: memoryview) -> int:
     """Write whole blocks; returns the bytes written, which may be fewer or 0."""
+    blocks, done = np.frombuffer(data, dtype=np.uint8), 0
     try:
-        return _write_blocks(descriptor, offset, np.frombuffer(data, dtype=np.uint8))
+        if blocks.ctypes.data % BLOCK == 0:
+            return os.pwrite(descriptor, blocks.data, offset)
+        for at in range(0, len(blocks), MAX_COPY):
+            part = blocks[at : at + MAX_COPY]
+            buffer: Array | None = getattr(_local, "buffer", None)  # kept for the next copy
+            if buffer is None or len(buffer) < len(part):
+                buffer = _local.buffer = aligned(len(part))
+            buffer[: len(part)] = part
+            done += os.pwrite(descriptor, buffer[: len(part)].data, offset + at)
+            if done < at + len(part):
+                break
     except OSError as error:
-        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
-            return 0
-        raise
-
-
-def _write_blocks(descriptor: int, offset: int, data: Array) -> int:
-    if data.ctypes.data % BLOCK == 0:
-        return os.pwrite(descriptor, data.data, offset)
-    done = 0
-    for at in range(0, len(data), MAX_COPY):
-        part = data[at : at + MAX_COPY]
-        buffer: Array | None = getattr(_local, "buffer", None)  # kept for the next copy
-        if buffer is None or len(buffer) < len(part):
-            buffer = _local.buffer = aligned(len(part))
-        buffer[: len(part)] = part
-        done += os.pwrite(descriptor, buffer[: len(part)].data, offset + at)
-        if done < at + len(part):
-            break
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
     return done
 
 
@@ -170,7 +168,6 @@ MAX_WRITE = 1 << 20
 """Bytes per system call. The page cache takes memory in blocks as large as a write; in a virtual
 machine, blocks of 2 MiB may first have to be got from the host, which was measured to take six
 times as long as the write itself."""
-_SYNC_FILE_RANGE_WRITE = 2
 
 
 class OutputFiles(OpenFiles):
@@ -246,20 +243,10 @@ def _write_cached(descriptor: int, offset: int, data: memoryview) -> None:
     done = 0
     while done < len(data):
         done += os.pwrite(descriptor, data[done : done + MAX_WRITE], offset + done)
-    start_writeback = _sync_file_range()
+    start_writeback = _c_function("sync_file_range")  # without waiting for it
     if done >= MIN_WRITEBACK and start_writeback is not None:
-        start_writeback(descriptor, offset, done, _SYNC_FILE_RANGE_WRITE)
-
-
-@cache
-def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    """The system call that starts writeback without waiting; Python does not offer it."""
-    try:
-        call = ctypes.CDLL(None).sync_file_range
-    except (AttributeError, OSError):
-        return None
-    call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    return call
+        start, size = ctypes.c_int64(offset), ctypes.c_int64(done)
+        start_writeback(descriptor, start, size, _SYNC_FILE_RANGE_WRITE)
 
 
 def _allocate(path: Path, size: int) -> None:

@@ -112,7 +112,7 @@ class Copier:
     def _copy_pack(self, numbers: Sequence[int], buffers: Buffers, done: Done, read: Read) -> None:
         """Copy whole small tensors together."""
         transfers = [self.transfers[which] for which in numbers]
-        pack = Pack.of(_tensors(t.stored for t in transfers), buffers.window)
+        pack = Pack(_tensors(t.stored for t in transfers), buffers.window)
         pack.read(buffers.scratch, read)
         if any(transfer.have != transfer.want for transfer in transfers):
             pack = _cast_pack(pack, transfers, buffers)
@@ -166,7 +166,7 @@ def _tensors(stored: Iterable[PieceTable | StoredTensor]) -> list[StoredTensor]:
 
 def _cast_pack(pack: Pack, transfers: Sequence[Transfer], buffers: Buffers) -> Pack:
     """The pack in the dtypes of the output."""
-    result = Pack.of(_tensors(t.written for t in transfers), buffers.cast)
+    result = Pack(_tensors(t.written for t in transfers), buffers.cast)
     kinds = groupby(range(len(transfers)), key=lambda n: (transfers[n].have, transfers[n].want))
     for (have, want), group in kinds:
         numbers = [*group]

@@ -11,7 +11,6 @@ one after the other in memory, row-major, without gaps:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -20,6 +19,7 @@ import numpy as np
 
 from reshard.checkpoint.catalog import StoredPiece, StoredTensor
 from reshard.checkpoint.integrity import digest
+from reshard.checkpoint.piece_table import PieceTable, extents
 from reshard.dtypes import itemsize
 from reshard.layout.box import Box, row_major
 
@@ -44,7 +44,7 @@ Write = tuple[int, int, bytes | memoryview]
 
 
 class _Range(NamedTuple):
-    """The range of a file that holds a piece."""
+    """The range of a file that holds a piece of one of the tensors of a pack."""
 
     file: int
     start: int
@@ -91,7 +91,12 @@ def is_small(tensor: StoredTensor) -> bool:
     if not 0 < tensor.num_bytes <= SMALL or not tiles(tensor.shape, tensor.pieces):
         return False
     spans = (piece.span(tensor.dtype) for piece in tensor.pieces)
-    return all(stop - start <= SMALL for start, stop in spans)
+    return _is_run(tensor) or all(stop - start <= SMALL for start, stop in spans)
+
+
+def _is_run(tensor: StoredTensor) -> bool:
+    """Whether a tensor is one run of bytes of a file, as most are."""
+    return len(tensor.pieces) == 1 and tensor.pieces[0].strides == _strides(tensor.shape)
 
 
 def batches(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
@@ -112,44 +117,49 @@ def batches(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> I
         yield some
 
 
-@dataclass(frozen=True, slots=True)
 class Pack:
     """Small tensors, one after the other in a buffer."""
 
-    tensors: Sequence[StoredTensor]
-    """Each of which its pieces tile."""
-    buffer: Array
-    """At least as many bytes as all tensors together have."""
-    starts: Sequence[int]
-    """The offset of each tensor, and the end of the last one."""
-
-    @classmethod
-    def of(cls, tensors: Sequence[StoredTensor], buffer: Array) -> Pack:
-        sizes = (tensor.num_bytes for tensor in tensors)
-        return cls(tensors, buffer, [*accumulate(sizes, initial=0)])
+    def __init__(self, tensors: Sequence[StoredTensor], buffer: Array) -> None:
+        """Tensors that their pieces tile, and a buffer for all of their bytes."""
+        self.tensors, self.buffer = tensors, buffer
+        self.starts = [*accumulate((tensor.num_bytes for tensor in tensors), initial=0)]
+        """The offset of each tensor, and the end of the last one."""
 
     def read(self, scratch: Array, read: Read) -> None:
         """Fill the buffer from files, in ranges no longer than ``scratch``."""
-        memory, spare = self.buffer.data, scratch.data
-        for ranges in _spans(sorted(self._ranges(), key=lambda one: one[:2]), len(scratch)):
-            file, start, *_ = ranges[0]
-            read(file, start, spare[: max(one.stop for one in ranges) - start])
-            for _, low, high, place, number, piece in ranges:
+        memory, spare, ranges = self.buffer.data, scratch.data, [*self._ranges()]
+        files, starts, stops = np.array([one[:3] for one in ranges], np.int64).reshape(-1, 3).T
+        sizes = (stops - starts)[:, np.newaxis]
+        none, one = np.zeros_like(sizes), np.ones_like(sizes)
+        table = PieceTable(1, none, sizes, files, starts, one)
+        for extent in extents(table, GAP, len(scratch)):
+            read(extent.file, extent.start, spare[: extent.num_bytes])
+            for row in extent.rows.tolist():
+                _, start, stop, place, number, piece = ranges[row]
+                at = start - extent.start
                 if place is not None:
-                    memory[place : place + high - low] = spare[low - start : high - start]
+                    memory[place : place + stop - start] = spare[at : at + stop - start]
                     continue
                 array, box = self.array(number), piece.box
                 strides = [stride * array.itemsize for stride in piece.strides]
-                stored: Array = np.ndarray(box.shape, array.dtype, spare, low - start, strides)
+                stored: Array = np.ndarray(box.shape, array.dtype, spare, at, strides)
                 array[within(box.start, box.stop)] = stored
 
     def _ranges(self) -> Iterator[_Range]:
-        for number, tensor in enumerate(self.tensors):
+        for number, (tensor, (begin, end)) in enumerate(
+            zip(self.tensors, pairwise(self.starts), strict=True)
+        ):
+            if _is_run(tensor):
+                [piece] = tensor.pieces
+                stop = piece.offset + end - begin
+                yield _Range(piece.file, piece.offset, stop, begin, number, piece)
+                continue
             width = itemsize(tensor.dtype)
             for piece in tensor.pieces:
                 if piece.box.size:
                     index = place_in(tensor.shape, piece.box) if piece.is_contiguous else None
-                    place = None if index is None else self.starts[number] + index * width
+                    place = None if index is None else begin + index * width
                     yield _Range(piece.file, *piece.span(tensor.dtype), place, number, piece)
 
     def array(self, number: int) -> Array:
@@ -217,19 +227,7 @@ def place_in(shape: tuple[int, ...], box: Box) -> int | None:
     return sum(low * stride for low, stride in zip(box.start, strides, strict=True))
 
 
-def _spans(ranges: Iterable[_Range], limit: int) -> Iterator[list[_Range]]:
-    """Group ranges that are read together, across small gaps."""
-    span: list[_Range] = []
-    stop = 0
-    for one in ranges:
-        near = span and one.file == span[0].file and one.start - stop <= GAP
-        if span and not (near and max(stop, one.stop) - span[0].start <= limit):
-            yield span
-            span, stop = [], 0
-        span.append(one)
-        stop = max(stop, one.stop)
-    if span:
-        yield span
+_strides = lru_cache(maxsize=4096)(row_major)
 
 
 def within(start: Sequence[int], stop: Sequence[int], origin: Sequence[int] = ()) -> Any:

@@ -17,7 +17,7 @@ Nothing here opens a file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -36,16 +36,10 @@ from reshard.layout.coverage import missing_boxes, overlapping_pairs
 from reshard.planning.names import Feed
 from reshard.text import quoted
 
+Tensors = Mapping[str, StoredTensor]
+
 MOST_PARTS = 4096
 """The most parts into which overlaps with earlier boxes may split a stored box; one is usual."""
-
-
-@dataclass(frozen=True, slots=True)
-class SourceTensor:
-    """A source tensor, and the part of an output tensor that it makes up."""
-
-    tensor: StoredTensor
-    feed: Feed
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -73,8 +67,8 @@ class Transfer:
     def of_read(cls, tensor: StoredTensor, want: str, with_replicas: bool = True) -> Transfer:
         """A stored tensor that is only read, into memory; CoverageError if a part is missing."""
         none = PieceTable.none(len(tensor.shape), itemsize(tensor.dtype))
-        fed = [SourceTensor(tensor, Feed(tensor.name))]
-        transfer = transfer_of(tensor.name, tensor.shape, want, fed, none, tensor.zeros)
+        name, stored = tensor.name, {tensor.name: tensor}
+        transfer = transfer_of(name, tensor.shape, want, [Feed(name)], stored, none, tensor.zeros)
         return transfer if with_replicas else replace(transfer, replicas=none)
 
     @property
@@ -144,33 +138,39 @@ def transfer_of(
     name: str,
     shape: tuple[int, ...],
     want: str,
-    fed: Sequence[SourceTensor],
+    feeds: Sequence[Feed],
+    stored: Tensors,
     destination: PieceTable | OutputTensor,
     zeros: Sequence[Box] = (),
 ) -> Transfer:
     """Check that the source holds every element of an output tensor, and plan its windows."""
-    have = fed[0].tensor.dtype
-    is_unchanged = have == want and not zeros and [each.feed for each in fed] == [Feed(name)]
-    if isinstance(destination, OutputTensor) and _is_whole(shape, fed):
-        stored, most = fed[0].tensor, itemsize(want) * prod(shape)
+    first = stored[feeds[0].name]
+    have = first.dtype
+    is_unchanged = have == want and not zeros and [*feeds] == [Feed(name)]
+    if isinstance(destination, OutputTensor) and _is_whole(shape, feeds, stored):
         # Boxes whose rows alternate in a file are written row by row.
         has_runs = all(piece.is_contiguous for piece in destination.pieces)
-        if has_runs and most <= SMALL and is_small(stored):
+        if has_runs and destination.num_bytes <= SMALL and is_small(first):
             none = PieceTable.none(len(shape), itemsize(have))
-            return Transfer(name, shape, have, want, stored, none, destination, (), is_unchanged)
-    source, replicas = source_of(name, shape, fed, zeros)
+            return Transfer(name, shape, have, want, first, none, destination, (), is_unchanged)
+    source, replicas = source_of(name, shape, feeds, stored, zeros)
     destination = _table(destination)
     return Transfer(name, shape, have, want, source, replicas, destination, zeros, is_unchanged)
 
 
 def source_of(
-    name: str, shape: tuple[int, ...], fed: Sequence[SourceTensor], zeros: Sequence[Box] = ()
+    name: str,
+    shape: tuple[int, ...],
+    feeds: Sequence[Feed],
+    stored: Tensors,
+    zeros: Sequence[Box] = (),
 ) -> tuple[PieceTable, PieceTable]:
     """Pieces that hold each element once, and pieces that hold elements a second time."""
-    if _is_whole(shape, fed) and prod(shape) and tiles(shape, fed[0].tensor.pieces):
-        source = _table(fed[0].tensor)
+    first = stored[feeds[0].name]
+    if _is_whole(shape, feeds, stored) and prod(shape) and tiles(shape, first.pieces):
+        source = _table(first)
         return source, PieceTable.none(len(shape), source.itemsize)
-    source, replicas = _without_replicas(pieces_of(fed), prod(shape))
+    source, replicas = _without_replicas(pieces_of(feeds, stored), prod(shape))
     missing = prod(shape) - sum(box.size for box in zeros) - int(source.shapes.prod(axis=1).sum())
     if missing:
         holes = missing_boxes(Box.whole(shape), [*source.boxes(), *zeros])
@@ -181,14 +181,14 @@ def source_of(
     return source, replicas
 
 
-def pieces_of(fed: Sequence[SourceTensor]) -> PieceTable:
+def pieces_of(feeds: Sequence[Feed], stored: Tensors) -> PieceTable:
     """The pieces of the sources of an output tensor, in the coordinates of that tensor."""
-    return joined([_placed(each) for each in fed])
+    return joined([_placed(stored[feed.name], feed) for feed in feeds])
 
 
-def _is_whole(shape: tuple[int, ...], fed: Sequence[SourceTensor]) -> bool:
+def _is_whole(shape: tuple[int, ...], feeds: Sequence[Feed], stored: Tensors) -> bool:
     """Whether an output tensor is one stored tensor unchanged."""
-    return len(fed) == 1 and not fed[0].feed.moves and fed[0].tensor.shape == shape
+    return len(feeds) == 1 and not feeds[0].moves and stored[feeds[0].name].shape == shape
 
 
 def _without_replicas(pieces: PieceTable, num_elements: int) -> tuple[PieceTable, PieceTable]:
@@ -230,9 +230,8 @@ def _rest(box: Box, covers: Sequence[Box]) -> list[Box]:
     return rest
 
 
-def _placed(fed: SourceTensor) -> PieceTable:
+def _placed(tensor: StoredTensor, feed: Feed) -> PieceTable:
     """The pieces of a source tensor in the coordinates of the output tensor."""
-    tensor, feed = fed.tensor, fed.feed
     pieces = PieceTable.of(tensor.pieces, len(tensor.shape), itemsize(tensor.dtype))
     outside = np.flatnonzero((pieces.stops > np.array(tensor.shape, np.int64)).any(axis=1))
     if len(outside):

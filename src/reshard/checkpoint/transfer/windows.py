@@ -1,4 +1,4 @@
-"""Reads windows of tensors from a checkpoint, in worker threads that fit into a given memory.
+"""Reads windows of tensors from a checkpoint, in worker threads within a limit of memory.
 
     source pieces  --read-->  buffer (the window, row-major)
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import os
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
@@ -51,9 +50,6 @@ allocates for temporary results."""
 
 DENSE = 0.8
 """The share of a range that must be needed for the range to be read as one."""
-_lock = threading.Lock()
-_paused: list[bool] = []
-"""One entry per thread inside `collector_paused`; the first says whether the collector was on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +108,12 @@ def in_order(
     iterable as they are needed, so there may be more of them than fit in memory. An error is raised
     in its turn; tasks that have not started by then are cancelled.
     """
-    idle: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    for _ in range(workers):
-        idle.put(make())
+    own = threading.local()
 
     def run(task: Task) -> Result:
-        mine = idle.get()
-        try:
-            return work(task, mine)
-        finally:
-            idle.put(mine)
+        if not hasattr(own, "value"):
+            own.value = make()
+        return work(task, own.value)
 
     pool = ThreadPoolExecutor(workers, "reshard-checkpoint")
     pending: deque[tuple[Task, Future[Result]]] = deque()
@@ -140,28 +132,19 @@ def in_order(
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause Python's garbage collector inside the block, in all threads.
+    """Pause Python's garbage collector, in all threads.
 
     A checkpoint of 100,000 tensors is a million small objects, none of them garbage. The collector
-    would scan them again and again as their number grows: 40 % of a conversion's time.
-
-    >>> with collector_paused():
-    ...     gc.isenabled()
-    False
-    >>> gc.isenabled()
-    True
+    would scan them again and again as their number grows: 40 % of a conversion's time. Threads may
+    overlap: the collector may then run before the last of them ends, but is never left off.
     """
-    with _lock:
-        _paused.append(gc.isenabled())
-        gc.disable()
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        with _lock:
-            was_enabled = _paused[0]
-            _paused.pop()
-            if not _paused and was_enabled:
-                gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 @dataclass(slots=True)
@@ -220,7 +203,7 @@ class Source:
         self.count(stop - start)
         return crc_of(self.storage, self.name(file), start, stop)
 
-    def blame_digest(self, transfer: Transfer, found: str, expected: str) -> NoReturn:
+    def blame_digest(self, transfer: Transfer, digest: str, expected: str) -> NoReturn:
         """Raise DamageError for a tensor whose digest is wrong; names a damaged chunk of it."""
         files = self.checksums.files if self.checksums else {}
         for number in sorted(set(transfer.source.files.tolist())):
@@ -232,8 +215,8 @@ class Source:
                     where = f"tensor {quoted(transfer.name)}: {self.storage.where(path)}"
                     raise DamageError(damage(where, chunk, now))
         raise DamageError(
-            f"tensor {quoted(transfer.name)} of {self.storage.root} has the digest {found} and its "
-            f"{SIDECAR} says {expected}: the files changed since they were written"
+            f"tensor {quoted(transfer.name)} of {self.storage.root} has the digest {digest} and "
+            f"its {SIDECAR} says {expected}: the files changed since they were written"
         )
 
 
@@ -262,37 +245,27 @@ class Buffers:
 class Group:
     """Parts of a window that are in one range of bytes of a file."""
 
-    parts: PieceTable
     extent: Extent
+    parts: PieceTable
 
     def views(self, array: Array, window: Box) -> list[Array]:
         """The parts in the array of the window."""
-        rows = self.extent.rows
-        limits = zip(self.parts.starts[rows].tolist(), self.parts.stops[rows].tolist(), strict=True)
+        limits = zip(self.parts.starts.tolist(), self.parts.stops.tolist(), strict=True)
         return [array[within(low, high, window.start)] for low, high in limits]
 
-    def runs(self, views: Iterable[Array]) -> list[tuple[int, memoryview]]:
+    def runs(self, views: Collection[Array]) -> list[tuple[int, memoryview]]:
         """The offset in the file and the memory of each part; empty unless all are runs in both."""
-        runs = []
-        for row, view in zip(self.extent.rows.tolist(), views, strict=True):
-            if not (self.parts.is_run[row] and view.flags.c_contiguous):
-                return []
-            runs.append((int(self.parts.offsets[row]), view.reshape(-1).view(np.uint8).data))
-        return runs
+        if not self.parts.is_run.all() or not all(view.flags.c_contiguous for view in views):
+            return []
+        memory = (view.reshape(-1).view(np.uint8).data for view in views)
+        return [*zip(self.parts.offsets.tolist(), memory, strict=True)]
 
     def arrays(self, data: Array) -> list[Array]:
         """The parts as strided arrays in the bytes of the range."""
-        parts = self.parts
-        return [
-            np.ndarray(
-                tuple(parts.shapes[row].tolist()),
-                CELLS[parts.itemsize],
-                data.data,
-                int(parts.offsets[row]) - self.extent.start,
-                tuple(parts.strides[row].tolist()),
-            )
-            for row in self.extent.rows.tolist()
-        ]
+        parts, cell = self.parts, CELLS[self.parts.itemsize]
+        offsets = (parts.offsets - self.extent.start).tolist()
+        rows = zip(parts.shapes.tolist(), offsets, parts.strides.tolist(), strict=True)
+        return [np.ndarray(shape, cell, data.data, at, strides) for shape, at, strides in rows]
 
     def read(self, scratch: Array, read: Read) -> list[Array]:
         """Read the range, and return the parts in it."""
@@ -306,12 +279,12 @@ def readable(
 ) -> Iterator[Group]:
     """Parts grouped into long ranges of their files, most of whose bytes are needed."""
     for extent in extents(parts, gap, limit):
-        needed = int(parts.num_bytes[extent.rows].sum())
-        if needed >= share * extent.num_bytes and extent.num_bytes <= limit:
-            yield Group(parts, extent)
-            continue
-        runs = parts[extent.rows].runs()
-        yield from (Group(runs, extent) for extent in extents(runs, gap, limit))
+        some = parts[extent.rows]
+        if some.num_bytes.sum() >= share * extent.num_bytes and extent.num_bytes <= limit:
+            yield Group(extent, some)
+        else:
+            runs = some.runs()
+            yield from (Group(one, runs[one.rows]) for one in extents(runs, gap, limit))
 
 
 def writable(parts: PieceTable, limit: int) -> Iterator[Group]:
@@ -343,10 +316,10 @@ def unequal_replicas(
         return
     for group in readable(transfer.replicas.within(window), buffers.num_bytes):
         views, copies = group.views(array, window), group.read(buffers.scratch, read)
-        for view, copy, row in zip(views, copies, group.extent.rows, strict=True):
+        for view, copy, box in zip(views, copies, group.parts.boxes(), strict=True):
             apart = bits_differ(view, copy)
             if apart.any():
-                yield group.parts.box(row), group.extent.file, apart
+                yield box, group.extent.file, apart
 
 
 def compare(
