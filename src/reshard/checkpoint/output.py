@@ -42,8 +42,7 @@ class Wanted:
         return prod(self.shape) * itemsize(self.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class Literal:
+class Literal(NamedTuple):
     """Bytes of a file that the plan has already: headers, indexes, directories."""
 
     file: int

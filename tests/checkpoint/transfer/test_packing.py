@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import reshard as rs
 from reshard import checkpoint
@@ -233,3 +233,16 @@ def test_boxes_between_each_others_rows(tmp_path: Path, words: str) -> None:
     layout = rs.Layout(rs.Mesh(x=2), words)
     checkpoint.convert(source, target, layouts={"w": layout}, format="ranks")
     assert checkpoint.verify(source, target).ok
+
+
+def test_a_small_view_of_a_large_storage_is_not_packed(tmp_path: Path) -> None:
+    """A column of a matrix: 4 kB of elements that span 16 MB of their file."""
+    torch = pytest.importorskip("torch")
+    matrix = torch.arange(1000 * 4000, dtype=torch.float32).reshape(1000, 4000)
+    (tmp_path / "source").mkdir()
+    torch.save({"w": matrix[:, 5], "b": torch.ones(4)}, tmp_path / "source" / "model.pt")
+    checkpoint.convert(tmp_path / "source", tmp_path / "target")
+    assert (
+        load_file(tmp_path / "target" / "model.safetensors")["w"].tolist() == matrix[:, 5].tolist()
+    )
+    assert checkpoint.verify(tmp_path / "source", tmp_path / "target").ok

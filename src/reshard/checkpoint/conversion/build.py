@@ -245,8 +245,7 @@ class Conversion:
         plan, crcs = self.plan, self.source.crcs
         # The bytes around small tensors are written with the tensors.
         packed = {one.name for one in plan.transfers if one.is_packed(self.budget.window)}
-        for literal in plan.output.all_literals(packed):
-            yield literal.file, literal.offset, literal.data
+        yield from plan.output.all_literals(packed)
         for copy in plan.output.objects:
             one = copy.source
             for at, data in self._read(self.source.name(one.file), one.offset, one.size):

@@ -182,18 +182,12 @@ def _resolved(
 
 
 def _leading(key: str, source: Source, templates: Sequence[str]) -> tuple[str, str | None]:
-    """The source template that determines the numbers, and the placeholder that a stack counts.
-
-    >>> from reshard.planning.names import stack
-    >>> _leading("layers.{i}.w", stack("layers.{i}.expert.{e}.w"), ["layers.{i}.expert.{e}.w"])
-    ('layers.{i}.expert.{e}.w', 'e')
-    """
+    """The source template that determines the numbers, and the placeholder that a stack counts."""
     if not templates:
         raise NamesError(f"names has {quoted(key)}, which is made of nothing: give it a source")
     places = set(placeholders(key))
     free = {place for one in templates for place in placeholders(one)} - places
-    counts = isinstance(source, Stacked) and len(templates) == 1 and len(free) == 1
-    if free and not counts:
+    if free and not (isinstance(source, Stacked) and len(templates) == len(free) == 1):
         raise NamesError(
             f"names has {quoted(key)} without the {{{min(free)}}} of its source "
             f"{quoted(templates[0])}: use the same {{name}}s on both sides"

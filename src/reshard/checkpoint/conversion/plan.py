@@ -225,9 +225,9 @@ def is_stray(path: str, endings: tuple[str, ...]) -> bool:
     Readers might take files with these endings, indexes of such files, or those of a .distcp folder
     for a part of the output. Weights in other formats would be stale.
     """
-    name, indexes = path.rpartition("/")[2], tuple(f"{ending}.index.json" for ending in endings)
+    name = path.rpartition("/")[2]
     is_other = is_distcp(name) or _WEIGHTS.fullmatch(name) is not None
-    return is_other or path.endswith((*endings, *indexes))
+    return is_other or path.removesuffix(".index.json").endswith(endings)
 
 
 def _fingerprint(stamp: str, output: Output, names: Names, transfers: Sequence[Transfer]) -> str:

@@ -21,7 +21,7 @@ import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,14 @@ from reshard.checkpoint.output import Wanted
 from reshard.checkpoint.publish.journal import ALONE, Team
 from reshard.checkpoint.storage.local import Storage, plain_path
 from reshard.dtypes import canonical_dtype, check_cast, is_float
-from reshard.errors import CheckpointError, DtypeError, LayoutError, ReshardError, RulesError
+from reshard.errors import (
+    CheckpointError,
+    DtypeError,
+    LayoutError,
+    ReshardError,
+    RulesError,
+    require_type,
+)
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.rules.language import matches, matching
@@ -50,7 +57,7 @@ _OPTIMIZER = re.compile(r"optim(izer)?s?(_states?(_dict)?)?|opt_states?")
 _STATE = re.compile(r"states?")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Request:
     """The arguments of ``convert``, under the same names; texts become meshes, rules and dtypes."""
 
@@ -79,24 +86,24 @@ class Request:
     team: Team = ALONE
 
     def __post_init__(self) -> None:
-        values: dict[str, Any] = {name: plain_path(getattr(self, name)) for name in ("src", "dst")}
+        self.src, self.dst = plain_path(self.src), plain_path(self.dst)
+        self.mesh, self.layouts = as_mesh(self.mesh), self.layouts or {}
+        require_type(self.layouts, Mapping, "layouts=", 'give a dict, as {"*.weight": "tp -"}')
+        require_type(self.names or {}, Mapping, "names=", 'give a dict, as {"new": "old"}')
         if self.workers is not None and not (isinstance(self.workers, int) and self.workers > 0):
             raise CheckpointError(f"workers is {self.workers!r}: give a number of at least 1")
         if self.dtype is not None and not isinstance(self.dtype, Mapping):
-            values["dtype"] = dtype = canonical_dtype(self.dtype)
-            if not is_float(dtype):
+            self.dtype = canonical_dtype(self.dtype)
+            if not is_float(self.dtype):
                 raise DtypeError(
-                    f"dtype {dtype} is not floating-point: it is for all floating-point "
+                    f"dtype {self.dtype} is not floating-point: it is for all floating-point "
                     "parameters; use float32, bfloat16, float16 or another float"
                 )
         if self.rules is not None:
             from reshard.rules import Rules
 
             rules: Any = self.rules
-            values["rules"] = rules if isinstance(rules, Rules) else Rules.load(rules)
-        values |= {"mesh": as_mesh(self.mesh), "layouts": self.layouts or {}}
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+            self.rules = rules if isinstance(rules, Rules) else Rules.load(rules)
 
     @property
     def has_mesh(self) -> bool:
@@ -216,12 +223,22 @@ def _layouts(outlines: Mapping[str, Outline], request: Request) -> dict[str, Lay
     """The layout of every tensor: chosen by name, by the rules, or that of its parameter."""
     keys = _overrides("layout", request.layouts, outlines)
     rules = request.rules.fit(outlines) if request.rules is not None else None
-    parsed: dict[str, Layout] = {}
+    mesh = request.mesh or (request.rules.mesh if request.rules is not None else None)
+    # One object per layout: many tensors share one, and equal objects are compared fast.
+    parse = cache(partial(Layout, mesh or Mesh()))
     layouts: dict[str, Layout] = {}
     unmatched: dict[str, ReshardError] = {}
     for name, outline in outlines.items():
         if name in keys:
-            layouts[name] = _chosen(name, outline, keys[name], request, parsed)
+            layout = request.layouts[keys[name]]
+            if not isinstance(layout, Layout):
+                if mesh is None:
+                    raise LayoutError(
+                        f'layout "{layout}" for {quoted(name)} needs a mesh: give mesh='
+                    )
+                # A pattern does not shard a 0-d tensor.
+                layout = parse(layout if outline.shape or keys[name] == name else "...")
+            layouts[name] = layout
             continue
         try:
             if rules is None:
@@ -239,8 +256,7 @@ def _layouts(outlines: Mapping[str, Outline], request: Request) -> dict[str, Lay
             layouts[name] = layouts[parameter]
         elif prod(outlines[name].shape) <= 1:  # a single element is whole
             some = next(iter(layouts.values()), None)
-            mesh = some.mesh if some is not None else request.mesh or Mesh()
-            layouts[name] = Layout(mesh, "...")
+            layouts[name] = Layout(request.mesh or Mesh() if some is None else some.mesh, "...")
         else:
             raise unknown
     pairs: dict[tuple[Layout, tuple[int, ...]], str] = {}
@@ -280,23 +296,3 @@ def _overrides(what: str, keys: Collection[str], names: Iterable[str]) -> dict[s
             f"{what} {quoted(key)} matches no tensor: write a name or pattern such as {nearest}"
         )
     return overrides
-
-
-def _chosen(
-    name: str, outline: Outline, key: str, request: Request, parsed: dict[str, Layout]
-) -> Layout:
-    """The layout that the caller chose for a name, or for a pattern (``key``) that it matches.
-
-    A pattern does not shard a 0-d tensor. ``parsed`` holds one object per layout, because many
-    tensors share one and equal objects are compared fast.
-    """
-    layout = request.layouts[key]
-    if isinstance(layout, Layout):
-        return layout
-    mesh = request.mesh or (request.rules.mesh if request.rules is not None else None)
-    if mesh is None:
-        raise LayoutError(f'layout "{layout}" for {quoted(name)} needs a mesh: give mesh=')
-    text = layout if outline.shape or key == name else "..."
-    if text not in parsed:
-        parsed[text] = Layout(mesh, text)
-    return parsed[text]

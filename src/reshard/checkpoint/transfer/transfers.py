@@ -167,7 +167,7 @@ def source_of(
 ) -> tuple[PieceTable, PieceTable]:
     """Pieces that hold each element once, and pieces that hold elements a second time."""
     first = stored[feeds[0].name]
-    if _is_whole(shape, feeds, stored) and prod(shape) and tiles(shape, first.pieces):
+    if prod(shape) and _is_whole(shape, feeds, stored) and tiles(shape, first.pieces):
         source = _table(first)
         return source, PieceTable.none(len(shape), source.itemsize)
     source, replicas = _without_replicas(pieces_of(feeds, stored), prod(shape))
@@ -246,7 +246,7 @@ def _placed(tensor: StoredTensor, feed: Feed) -> PieceTable:
         wider = {n: np.insert(getattr(pieces, n), dim, at, axis=1) for n, at in columns.items()}
         pieces = replace(pieces, **wider)
     for dim, segments in enumerate(feed.moves):
-        pieces = joined([_moved(pieces, dim, *segment) for segment in segments])
+        pieces = joined([pieces[:0], *(_moved(pieces, dim, *segment) for segment in segments)])
     if not feed.want_insert:
         return pieces
     narrower = {n: np.delete(getattr(pieces, n), feed.want_insert, axis=1) for n in columns}
