@@ -22,8 +22,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import groupby
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from pathlib import Path
 from typing import Self
 
@@ -116,12 +115,12 @@ class Storage(ABC):
         """Fill a buffer from a file; DamageError if the file ends before."""
 
     @abstractmethod
-    def read_many(self, ranges: Sequence[Range]) -> Sequence[bytes]:
-        """Many small ranges; those of a remote storage are requested concurrently."""
-
     def read(self, path: str, offset: int, length: int) -> bytes:
         """Bytes of a file; DamageError, before anything is allocated, if it does not have them."""
-        return self.read_many([(path, offset, length)])[0]
+
+    def read_many(self, ranges: Sequence[Range]) -> Sequence[bytes]:
+        """Many small ranges; those of a remote storage are requested concurrently."""
+        return [self.read(*place) for place in ranges]
 
     def where(self, path: str) -> str:
         """The full path or address of a file, for errors."""
@@ -272,22 +271,17 @@ class LocalStorage(OpenFiles, Storage):
             versions.append(f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}")
         return versions
 
-    def read_many(self, ranges: Sequence[Range]) -> Sequence[bytes]:
-        """Many small ranges; consecutive ranges of one file look it up once."""
-        contents: list[bytes] = []
-        for path, some in groupby(ranges, key=itemgetter(0)):
-            with self.using(path) as file:
-                for _, offset, length in some:
-                    self._check_range(path, offset, length, file.size)
-                    data = b""
-                    with suppress(OSError):  # `_fill` raises the error
-                        data = os.pread(file.descriptor, length, offset)
-                    if len(data) < length:
-                        buffer = bytearray(length)
-                        self._fill(file, path, offset, memoryview(buffer))
-                        data = bytes(buffer)
-                    contents.append(data)
-        return contents
+    def read(self, path: str, offset: int, length: int) -> bytes:
+        with self.using(path) as file:
+            self._check_range(path, offset, length, file.size)
+            data = b""
+            with suppress(OSError):  # `_fill` raises the error
+                data = os.pread(file.descriptor, length, offset)
+            if len(data) < length:
+                buffer = bytearray(length)
+                self._fill(file, path, offset, memoryview(buffer))
+                data = bytes(buffer)
+            return data
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         with self.using(path) as file:

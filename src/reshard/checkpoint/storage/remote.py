@@ -73,10 +73,9 @@ class RemoteStorage(Storage):
         return [versions[path] for path in paths]
 
     def read_many(self, ranges: Sequence[Range]) -> Sequence[bytes]:
-        return self._concurrently(self._read, ranges)
+        return self._concurrently(lambda place: self.read(*place), ranges)
 
-    def _read(self, place: Range) -> bytes:
-        path, offset, length = place
+    def read(self, path: str, offset: int, length: int) -> bytes:
         self._check_range(path, offset, length, self.size(path))
         if not length:
             return b""
