@@ -2,13 +2,6 @@
 
 Local files are read with ``pread`` and not mapped, because mapped pages count as memory of the
 process.
-
->>> import tempfile
->>> folder = tempfile.mkdtemp()
->>> _ = Path(folder, "a.bin").write_bytes(b"0123456789")
->>> with LocalStorage(folder) as store:
-...     store.list(), bytes(store.read("a.bin", 2, 3))
-((StoredFile(path='a.bin', size=10),), b'234')
 """
 
 from __future__ import annotations

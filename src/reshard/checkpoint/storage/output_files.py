@@ -14,7 +14,7 @@ import errno
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -149,16 +149,13 @@ def write_direct(descriptor: int, offset: int, data: memoryview) -> int:
 @cache
 def _file_systems() -> dict[int, str]:
     """The file system of each mounted device."""
-    found: dict[int, str] = {}
-    try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return found
-    for line in lines:
-        fields, _, kind = line.partition(" - ")
-        major, _, minor = fields.split()[2].partition(":")
-        found[os.makedev(int(major), int(minor))] = kind.split()[0]
-    return found
+    kinds: dict[int, str] = {}
+    with suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            fields, _, kind = line.partition(" - ")
+            major, _, minor = fields.split()[2].partition(":")
+            kinds[os.makedev(int(major), int(minor))] = kind.split()[0]
+    return kinds
 
 
 MIN_WRITEBACK = 1 << 20

@@ -112,7 +112,7 @@ class Copier:
     def _copy_pack(self, numbers: Sequence[int], buffers: Buffers, done: Done, read: Read) -> None:
         """Copy whole small tensors together."""
         transfers = [self.transfers[which] for which in numbers]
-        pack = Pack(_tensors(t.stored for t in transfers), buffers.window)
+        pack = Pack(_tensors(one.stored for one in transfers), buffers.window)
         pack.read(buffers.scratch, read)
         if any(transfer.have != transfer.want for transfer in transfers):
             pack = _cast_pack(pack, transfers, buffers)

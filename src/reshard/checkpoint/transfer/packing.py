@@ -59,12 +59,6 @@ def tiles(shape: tuple[int, ...], pieces: Sequence[StoredPiece]) -> bool:
     """Whether pieces tile a tensor, as far as is seen at once: one piece, or a row along one dim.
 
     If this is False they may tile it in another way: ``layout.coverage`` decides.
-
-    >>> from reshard.layout.box import Box
-    >>> halves = [StoredPiece(Box((0, 0), (4, 1)), 0, 0, (1, 1)),
-    ...           StoredPiece(Box((0, 1), (4, 2)), 0, 4, (1, 1))]
-    >>> tiles((4, 2), halves), tiles((4, 2), halves[:1]), tiles((4, 2), [*halves, halves[0]])
-    (True, False, False)
     """
     if len(pieces) == 1:
         box = pieces[0].box

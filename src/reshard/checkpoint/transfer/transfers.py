@@ -99,10 +99,8 @@ class Transfer:
 
     def windows(self, num_bytes: int) -> Iterable[Box]:
         """The windows, of at most this many bytes in either dtype."""
-        whole = _whole(self.shape)
-        if self.is_packed(num_bytes):
-            return (whole,)
-        return slabs(whole, max(num_bytes // max(itemsize(self.have), itemsize(self.want)), 1))
+        widest = max(itemsize(self.have), itemsize(self.want))
+        return slabs(_whole(self.shape), max(num_bytes // widest, 1))
 
 
 _whole = lru_cache(maxsize=1024)(Box.whole)
