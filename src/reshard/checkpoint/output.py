@@ -5,7 +5,7 @@ It is complete before the first byte is read: shapes and layouts give the sizes,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm, prod
@@ -42,8 +42,7 @@ class Wanted:
         return prod(self.shape) * itemsize(self.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class Literal:
+class Literal(NamedTuple):
     """Bytes of a file that the plan has already: headers, indexes, directories."""
 
     file: int
@@ -85,11 +84,12 @@ class Output:
     left_out: tuple[str, ...] = ()
     """Names of objects, values and files of the source that are not in the output."""
 
-    def all_literals(self) -> Iterator[Literal]:
-        """All literals, with those around pieces."""
+    def all_literals(self, without: Container[str] = ()) -> Iterator[Literal]:
+        """All literals, with those around the pieces of all tensors but some."""
         yield from self.literals
-        for tensor in self.tensors.values():
-            yield from tensor.literals()
+        for name, tensor in self.tensors.items():
+            if name not in without:
+                yield from tensor.literals()
 
     @property
     def num_bytes(self) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.checkpoint.catalog import Catalog, Crc, StoredTensor
-from reshard.checkpoint.conversion.names import left_over, rename_tensors
+from reshard.checkpoint.conversion.names import rename_tensors
 from reshard.checkpoint.differences import compare_entries, difference
 from reshard.checkpoint.formats.checks import Findings
 from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, survey_catalog
@@ -213,13 +213,13 @@ class _Side:
         if not self.is_known or not (names or drop):
             return
         catalog, sums = self.source.catalog, self.source.checksums
-        rest = left_over(catalog.tensors, names, drop)
+        renamed, rest = rename_tensors(catalog, names, drop)
         if rest:
             more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
             self.notes.append(f"no name takes {rest[0]}{more} of {self.root}")
         self.source = replace(
             self.source,
-            catalog=rename_tensors(catalog, names, drop),
+            catalog=renamed,
             checksums=None if sums is None else replace(sums, digests={}),
         )
 

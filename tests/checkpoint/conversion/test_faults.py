@@ -255,7 +255,7 @@ def test_what_exists_is_refused_or_kept_until_the_end(
 
 def test_two_conversions_into_one_target(source: Source) -> None:
     here, tensors = source
-    place = Workplace.beside(here.parent / "out")
+    place = Workplace(here.parent / "out")
     place.enter()
     with pytest.raises(TargetError, match="another conversion"):
         checkpoint.convert(here, here.parent / "out")
@@ -396,7 +396,7 @@ def test_a_torn_or_changed_line_ends_the_journal(tmp_path: Path) -> None:
 
 def test_a_lock_goes_with_its_process(source: Source) -> None:
     here, tensors = source
-    place = Workplace.beside(here.parent / "out")
+    place = Workplace(here.parent / "out")
     code = (
         "import fcntl, os, sys, time; os.makedirs(sys.argv[1], exist_ok=True); "
         "f = open(sys.argv[1] + '/lock', 'w'); fcntl.flock(f, fcntl.LOCK_EX); print('held'); "

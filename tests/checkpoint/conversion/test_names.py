@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from reshard import checkpoint, cli
 from reshard.checkpoint.conversion.names import Outline, outlines_of
 from reshard.errors import (
+    ArgumentTypeError,
     FormatError,
     NamesError,
     PlanError,
@@ -130,6 +132,26 @@ def test_a_file_of_names_is_refused_in_one_line(
     said = refusal("convert", here, tmp_path / "b", "--names", tmp_path / "names.toml")
     assert what in said
     assert not (tmp_path / "b").exists()
+
+
+def test_empty_sources_are_joined_in_groups_of_rows(tmp_path: Path) -> None:
+    here = write_counting(tmp_path / "a", "q", "k", shape=(0, 3))
+    checkpoint.convert(here, tmp_path / "b", names={"x": join(source="{part}", q=2, k=2)})
+    assert load_file(tmp_path / "b" / "model.safetensors")["x"].shape == (0, 3)
+
+
+def test_a_tensor_that_a_key_would_match_keeps_its_name_without_a_source(tmp_path: Path) -> None:
+    here = write_counting(tmp_path / "a", "a.0", "x.5")
+    checkpoint.convert(here, tmp_path / "b", names={"x.{i}": "a.{i}"})
+    old, new = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    assert set(new) == {"x.0", "x.5"}
+    assert np.array_equal(new["x.5"], old["x.5"])
+
+
+@pytest.mark.parametrize("options", [{"names": ["w"]}, {"layouts": ["w"]}])
+def test_what_is_no_dict_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"(names|layouts)= got a value of type list: give"):
+        checkpoint.convert(write_counting(tmp_path / "a", "w"), tmp_path / "b", **options)
 
 
 def test_parts_may_be_called_as_arguments_are(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_a_rank_that_fails_tells_the_others(
     with small_windows(1024):
         results = together(here, here.parent / "out", 3, resume=True)
     assert not [result for result in results if isinstance(result, Exception)]
-    assert not Workplace.beside(here.parent / "out").folder.exists()
+    assert not Workplace(here.parent / "out").folder.exists()
 
 
 def test_processes_that_a_launcher_started(source: tuple[Path, Tensors]) -> None:

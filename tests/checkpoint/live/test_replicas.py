@@ -121,6 +121,20 @@ def test_ranks_share_the_comparing_and_raise_alike(pool: Pool, tmp_path: Path) -
     assert "[50:51, 3:4]" in told[0][1]
 
 
+def load_column(rank: int, folder: str) -> list[float]:
+    into = {"w": torch.zeros(1000)}
+    checkpoint.load(folder, into=into, group=pool_group(2), check=False)
+    return into["w"].tolist()
+
+
+def test_a_small_view_of_a_large_storage_is_loaded_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
+    """Its elements would fit into the last agreement; the range that they span would not."""
+    matrix = torch.arange(1000.0 * 1000).reshape(1000, 1000)
+    torch.save({"w": matrix[:, 5]}, tmp_path / "model.pt")
+    columns = pool.run(load_column, str(tmp_path), ranks=range(2))
+    assert columns == [matrix[:, 5].tolist()] * 2
+
+
 def save_copies(rank: int, folder: str, dtype: torch.dtype, numel: int, at: int) -> str:
     """Save a plain tensor of which the last rank may have one other element."""
     state = {"small": torch.ones(3), "z": torch.zeros(numel, 1, 2, dtype=dtype)[..., 0]}

@@ -18,7 +18,7 @@ from reshard.errors import TargetError
 def test_a_lock_file_that_was_deleted_and_created_again_is_held_by_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second, third = (Workplace.beside(tmp_path / "out") for _ in range(3))
+    first, second, third = (Workplace(tmp_path / "out") for _ in range(3))
     first.enter()
 
     def finish_and_begin(_: float) -> None:
@@ -38,7 +38,7 @@ def test_a_lock_file_that_was_deleted_and_created_again_is_held_by_one_process(
 def test_a_folder_that_is_removed_while_its_lock_is_opened_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, mkdir = Workplace.beside(tmp_path / "out"), Path.mkdir
+    place, mkdir = Workplace(tmp_path / "out"), Path.mkdir
 
     def removed(path: Path, **options: bool) -> None:
         mkdir(path, **options)
@@ -49,7 +49,7 @@ def test_a_folder_that_is_removed_while_its_lock_is_opened_is_created_again(
     monkeypatch.setattr(Path, "mkdir", removed)
     place.enter()
     with pytest.raises(TargetError, match="another conversion is writing"):
-        Workplace.beside(tmp_path / "out").enter()
+        Workplace(tmp_path / "out").enter()
     place.discard()
 
 
@@ -61,17 +61,17 @@ def test_a_file_system_that_holds_no_new_folder_is_not_another_conversion(
 
     monkeypatch.setattr(Path, "mkdir", absent)  # as in /proc
     with pytest.raises(TargetError, match=r"nothing can be written next to .*: choose another"):
-        Workplace.beside(tmp_path / "out").enter()
+        Workplace(tmp_path / "out").enter()
 
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 233, "x" * 300, "d/" * 3000])
 def test_a_path_that_no_file_system_can_hold_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(TargetError, match=r"is no path|is too long"):
-        Workplace.beside(tmp_path / name)
+        Workplace(tmp_path / name)
 
 
 def test_the_longest_name_that_is_accepted_can_be_written(tmp_path: Path) -> None:
-    place = Workplace.beside(tmp_path / ("x" * 232))
+    place = Workplace(tmp_path / ("x" * 232))
     place.enter()
     place.discard()
     assert [*tmp_path.iterdir()] == []
@@ -91,7 +91,7 @@ def test_a_destination_that_changes_while_it_is_listed_is_refused(
 
     monkeypatch.setattr(replacing, "_others", moved)
     with pytest.raises(TargetError, match=r"out/logs was removed while .*/out was listed"):
-        Workplace.beside(out).check_target(overwrite=True, files=["model.safetensors"])
+        Workplace(out).check_target(overwrite=True, files=["model.safetensors"])
 
 
 def test_an_old_folder_that_another_process_deletes_first_is_gone(
@@ -109,5 +109,5 @@ def test_an_old_folder_that_another_process_deletes_first_is_gone(
         return found
 
     monkeypatch.setattr(Path, "is_dir", deleted)
-    Workplace.beside(tmp_path / "out").settle()
+    Workplace(tmp_path / "out").settle()
     assert [*tmp_path.iterdir()] == []

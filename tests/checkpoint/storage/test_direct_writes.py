@@ -103,30 +103,39 @@ def test_what_is_large_goes_past_the_cache(tmp_path: Path, monkeypatch: pytest.M
     assert written(files) == data
 
 
+def fail_direct_writes(monkeypatch: pytest.MonkeyPatch, code: int, taken: int) -> list[int]:
+    """Direct writes take so many bytes, or fail; the descriptors that they are written to."""
+    direct, pwrite = list[int](), os.pwrite
+
+    def open_direct(path: Path) -> int:
+        direct.append(os.open(path, os.O_WRONLY))
+        return direct[-1]
+
+    def some(descriptor: int, data: memoryview, offset: int) -> int:
+        if descriptor in direct and taken == 0:
+            raise OSError(code, os.strerror(code))
+        return pwrite(descriptor, data[:taken] if descriptor in direct else data, offset)
+
+    monkeypatch.setattr(output_files, "open_direct", open_direct)
+    monkeypatch.setattr(output_files.os, "pwrite", some)
+    return direct
+
+
 @pytest.mark.parametrize("taken", [0, 2 * BLOCK, 700])
 def test_what_the_system_does_not_take_is_written_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: int
 ) -> None:
-    def some(descriptor: int, offset: int, data: np.ndarray) -> int:
-        if taken == 0:
-            raise OSError(errno.EINVAL, "no")
-        return os.pwrite(descriptor, data.tobytes()[:taken], offset)
-
-    monkeypatch.setattr(output_files, "_write_blocks", some)
     monkeypatch.setattr(output_files, "MIN_DIRECT", BLOCK)
-    monkeypatch.setattr(output_files, "open_direct", lambda path: os.open(path, os.O_WRONLY))
+    direct = fail_direct_writes(monkeypatch, errno.EINVAL, taken)
     files, data = new_files(tmp_path), os.urandom(SIZE)
     files.write(0, 0, memoryview(data))
+    assert direct
     assert written(files) == data
 
 
 def test_a_disk_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(descriptor: int, offset: int, data: np.ndarray) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(output_files, "_write_blocks", broken)
     monkeypatch.setattr(output_files, "MIN_DIRECT", BLOCK)
-    monkeypatch.setattr(output_files, "open_direct", lambda path: os.open(path, os.O_WRONLY))
+    fail_direct_writes(monkeypatch, errno.EIO, 0)
     files = new_files(tmp_path)
     with pytest.raises(UnfinishedError, match=rf"a\.bin: bytes 0 to {SIZE} .*with --resume"):
         files.write(0, 0, memoryview(bytes(SIZE)))

@@ -18,14 +18,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import reshard as rs
 from reshard import checkpoint
 from reshard.checkpoint.catalog import StoredPiece, StoredTensor
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import SIDECAR
-from reshard.checkpoint.transfer.packing import CELLS, Pack, Placed, joined_writes, tiles
+from reshard.checkpoint.transfer.packing import CELLS, Pack, Write, joined_writes, tiles
 from reshard.dtypes import itemsize
 from reshard.layout.box import row_major
 from tests.checkpoint.making import cut, disjoint_boxes, header, overlapping_boxes
@@ -80,8 +80,8 @@ def test_a_pack_holds_its_tensors_one_after_the_other(data: st.DataObject) -> No
         arrays.append(array)
         tensors.append(StoredTensor("w", shape, dtype, tuple(put(data, array, files))))
     total = sum(tensor.num_bytes for tensor in tensors)
-    pack = Pack.of(tensors, np.empty(total + 9, dtype=np.uint8))
-    pack.read(np.empty(total + 20_000, dtype=np.uint8), files)
+    pack = Pack(tensors, np.empty(total + 9, dtype=np.uint8))
+    pack.read(np.empty(total + 20_000, dtype=np.uint8), files.read_into)
     assert pack.buffer[:total].tobytes() == b"".join(array.tobytes() for array in arrays)
     numbers = [int.from_bytes(array.tobytes(), "little") for array in arrays]
     assert pack.digests() == [number % digest.MODULUS for number in numbers]
@@ -108,9 +108,8 @@ def test_what_is_seen_to_be_whole_is_whole(data: st.DataObject) -> None:
 
 
 def test_ranges_that_follow_each_other_are_written_as_one() -> None:
-    placed = [Placed(0, 8, b"x"), Placed(0, 10, b"y"), Placed(1, 0, b"abcd"), Placed(1, 4, b"ef")]
-    expected = [(0, 8, b"x"), (0, 10, b"y"), (1, 0, b"abcdef")]
-    assert [tuple(one) for one in joined_writes(placed)] == expected
+    writes: list[Write] = [(0, 8, b"x"), (0, 10, b"y"), (1, 0, b"abcd"), (1, 4, b"ef")]
+    assert list(joined_writes(writes)) == [(0, 8, b"x"), (0, 10, b"y"), (1, 0, b"abcdef")]
 
 
 def write_many(folder: Path, count: int) -> None:
@@ -234,3 +233,16 @@ def test_boxes_between_each_others_rows(tmp_path: Path, words: str) -> None:
     layout = rs.Layout(rs.Mesh(x=2), words)
     checkpoint.convert(source, target, layouts={"w": layout}, format="ranks")
     assert checkpoint.verify(source, target).ok
+
+
+def test_a_small_view_of_a_large_storage_is_not_packed(tmp_path: Path) -> None:
+    """A column of a matrix: 4 kB of elements that span 16 MB of their file."""
+    torch = pytest.importorskip("torch")
+    matrix = torch.arange(1000 * 4000, dtype=torch.float32).reshape(1000, 4000)
+    (tmp_path / "source").mkdir()
+    torch.save({"w": matrix[:, 5], "b": torch.ones(4)}, tmp_path / "source" / "model.pt")
+    checkpoint.convert(tmp_path / "source", tmp_path / "target")
+    assert (
+        load_file(tmp_path / "target" / "model.safetensors")["w"].tolist() == matrix[:, 5].tolist()
+    )
+    assert checkpoint.verify(tmp_path / "source", tmp_path / "target").ok

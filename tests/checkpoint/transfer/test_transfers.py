@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from reshard.checkpoint.catalog import StoredPiece, StoredTensor
 from reshard.checkpoint.piece_table import PieceTable, extents, slabs
 from reshard.checkpoint.transfer.transfers import (
-    SourceTensor,
     Transfer,
     chunks_of,
     source_of,
@@ -43,8 +42,8 @@ def located(tensor: StoredTensor) -> PieceTable:
 
 
 def plan(shape: tuple[int, ...], have: list[Box], want: list[Box]) -> Transfer:
-    fed = (SourceTensor(stored("w", shape, have), Feed("w")),)
-    return transfer_of("w", shape, "float32", fed, located(stored("w", shape, want)))
+    source, target = {"w": stored("w", shape, have)}, located(stored("w", shape, want))
+    return transfer_of("w", shape, "float32", [Feed("w")], source, target)
 
 
 def counted(located: PieceTable, shape: tuple[int, ...]) -> np.ndarray:
@@ -77,7 +76,7 @@ def test_windows_read_and_write_every_element_once(data: st.DataObject) -> None:
 def test_replicas_are_what_is_left(data: st.DataObject) -> None:
     shape = data.draw(SHAPES)
     boxes = data.draw(overlapping_boxes(shape))
-    chosen, replicas = source_of("w", shape, [SourceTensor(stored("w", shape, boxes), Feed("w"))])
+    chosen, replicas = source_of("w", shape, [Feed("w")], {"w": stored("w", shape, boxes)})
     total = counted(located(stored("w", shape, boxes)), shape)
     assert (counted(chosen, shape) == 1).all()
     assert (counted(chosen, shape) + counted(replicas, shape) == total).all()
@@ -104,8 +103,7 @@ def test_groups_hold_all_bytes_and_writes_touch_no_others(data: st.DataObject) -
         flat = np.arange(int(np.prod(shape))).reshape(shape)
         wanted |= set(flat[(*(slice(low, high) for low, high in limits), ...)].ravel().tolist())
     for group in writable(parts, limit):
-        needed = int(group.parts.num_bytes[group.extent.rows].sum())
-        assert needed == group.extent.num_bytes
+        assert group.parts.num_bytes.sum() == group.extent.num_bytes
     written = [
         at
         for group in writable(parts, limit)
@@ -205,13 +203,13 @@ def test_replicas_are_compared_by_their_bits(dtype: str) -> None:
     pieces = [StoredPiece(box, file, 8, (2, 1)) for file, box in enumerate(whole)]
     tensor = StoredTensor("w", values.shape, dtype, tuple(pieces))
     target = PieceTable.of(tensor.pieces[:1], 2, values.itemsize)
-    transfer = transfer_of("w", values.shape, dtype, (SourceTensor(tensor, Feed("w")),), target)
+    transfer = transfer_of("w", values.shape, dtype, [Feed("w")], {"w": tensor}, target)
     buffers = Buffers.of(values.nbytes, casts=False)
 
     def check(other: np.ndarray) -> None:
         copies = Copies(values, other)
-        array = fill(transfer, whole[0], buffers, copies)
-        compare(transfer, whole[0], array, buffers, copies)
+        array = fill(transfer, whole[0], buffers, copies.read_into)
+        compare(transfer, whole[0], array, buffers, copies.read_into, copies.name)
 
     check(values.copy())
     negative = values.copy()

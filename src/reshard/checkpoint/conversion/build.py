@@ -1,33 +1,31 @@
 """The build of a conversion: check the source, copy chunks, check and seal the output, publish it.
 
-All ranks that convert together run it: rank 0 prepares, seals and publishes, and every rank copies
-its share of the chunks.
+Of the ranks that convert together every one copies its share of the chunks; rank 0 does the rest.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import tempfile
-import threading
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import Any
 
-from reshard.checkpoint.conversion.plan import ConversionPlan, Stamp
+from reshard.checkpoint.conversion.plan import ConversionPlan, stamp_of
 from reshard.checkpoint.conversion.request import Request
 from reshard.checkpoint.integrity.checksums import SIDECAR, Checker, Checksums, load_checksums
 from reshard.checkpoint.publish.journal import Journal, read_journals
-from reshard.checkpoint.publish.workplace import Workplace, check_places
-from reshard.checkpoint.storage.local import Storage
+from reshard.checkpoint.publish.workplace import Workplace
+from reshard.checkpoint.storage.local import REQUEST, Storage
 from reshard.checkpoint.storage.output_files import MAX_COPY, OutputFiles, named, replace_file
 from reshard.checkpoint.storage.remote import RemoteTarget
 from reshard.checkpoint.transfer.copying import Copier, Done, checksums_of
 from reshard.checkpoint.transfer.examination import check_outside_tensors
 from reshard.checkpoint.transfer.transfers import CopyChunk, chunks_of
 from reshard.checkpoint.transfer.windows import (
+    REMOTE_WORKERS,
     Budget,
     Buffers,
     Meter,
@@ -57,23 +55,22 @@ SYNC_EVERY = 2 << 30
 class Conversion:
     """A conversion that was planned, on one of the processes that run it."""
 
-    source: Source
     _target: OutputFiles
-    _copier: Copier
 
     def __init__(self, request: Request, plan: ConversionPlan, storage: Storage) -> None:
         self.request, self.plan, self.storage = request, plan, storage
+        self._remote = RemoteTarget(request.dst) if "://" in request.dst else None
         path = Path(request.dst)
-        if "://" in request.dst:  # built in the temporary folder, in the same one each time
-            address = request.dst.rstrip("/").encode(errors="surrogateescape")
+        if self._remote is not None:  # built in the temporary folder, in the same one each time
+            address = self._remote.address.encode(errors="surrogateescape")
             name = hashlib.blake2b(address, digest_size=8).hexdigest()
             path = Path(tempfile.gettempdir()) / f"reshard-{name}"
-        self.place = Workplace.beside(path)
-        if request.workers is None and not storage.is_local:
-            self.budget = Budget.for_reading(request.memory, storage)
-        else:
-            self.budget = Budget.of(request.memory, request.workers or COPIERS)
-        self._remote = RemoteTarget(request.dst) if "://" in request.dst else None
+        self.place = Workplace(path)
+        workers = request.workers or (COPIERS if storage.is_local else REMOTE_WORKERS)
+        self.budget = Budget.of(request.memory, workers)
+        self.source = Source(storage, plan.catalog)
+        self._checked: Checksums | None = None
+        """The checksums that reads are compared with; None if digests of the output check all."""
         self._identity = {"fingerprint": plan.fingerprint, "checksums": request.checksums}
         """What distinguishes this conversion from another one to the same destination."""
         self.has_built = False
@@ -83,13 +80,8 @@ class Conversion:
         self.resumed_bytes = 0
         self._num_chunks = 0
         """The number of chunks of all processes, once `_copy` has looked at them."""
-        self._sums: Checksums | None = None
-        """The checksums of the source."""
         self._prepared = Done(-1)
         """What was written besides tensors."""
-        self._meter = Meter(request.progress, sum(one.target_bytes for one in plan.transfers))
-        self._lock = threading.Lock()
-        self._unsynced = 0
 
     def check(self) -> None:
         """What a dry run does: refuse a destination that cannot be written."""
@@ -108,13 +100,8 @@ class Conversion:
             place.settle()
         if request.resume and self._is_complete():
             return
-        self.source = Source(self.storage, plan.catalog)
         if request.checksums:
-            self._sums = load_checksums(self.storage)
-            if self._sums is not None and team.leads:
-                check_outside_tensors(self.storage, plan.catalog, self._sums, self.budget.workers)
-            self.source = Source.of(self.storage, plan.catalog, self._sums)
-            self.source.checker = Checker(self._checked_sums(), self.storage.root)
+            self._load_checksums()
         with ExitStack() as stack:
             if team.leads:
                 self._check_destination()
@@ -124,14 +111,11 @@ class Conversion:
             self._agree_on_budget()
             self._target = OutputFiles(place.data, plan.output.files)
             stack.callback(self._target.close)
-            options = request.checksums, request.compare_replicas
-            self._copier = Copier(plan.transfers, self.source, self._target, *options)
             self._build()
         self.has_built = True
 
     def worker_bytes(self, window: int) -> int:
-        """The memory of one worker: its buffers, a server's reply, and what hashes, casts and
-        writes need."""
+        """The memory of a worker: buffers, a server's reply, what hashes, casts and writes need."""
         own = window // 2 + min(window, 2 << 20) + min(window, MAX_COPY)
         return Buffers.size_of(window, self.plan.casts) + window + own
 
@@ -139,35 +123,38 @@ class Conversion:
         """Refuse a destination that cannot be written; the names of other files there, kept."""
         request = self.request
         if self._remote is not None:
-            self._remote.check_absent(request.src, request.overwrite or request.resume)
+            _check_apart(request.src, self._remote.address)
+            self._remote.check_absent(request.overwrite or request.resume)
             return ()
-        check_places(request.src, self.place.target)
+        _check_apart(request.src, str(self.place.target))
         return self.place.check_target(request.overwrite, self.plan.paths).kept
 
     def _is_complete(self) -> bool:
         """Whether the destination is the result of this very request, from an earlier run."""
-        place = self.place
+        place, identity = self.place, self._identity
         if self._remote is not None:
-            is_result = self._remote.is_result(self._identity)
+            is_result = self._remote.is_result(identity)
         else:
-            is_result = place.is_result(self._identity, self.plan.output.files)
+            is_result = place.is_result(identity, self.plan.output.files)
         if is_result and self.request.team.leads and place.folder.exists():
             place.enter()
-            found = place.request()
-            if found is None or found.get("fingerprint") == self.plan.fingerprint:
+            unfinished = place.request()
+            if unfinished is None or unfinished.get("fingerprint") == self.plan.fingerprint:
                 place.discard()
             place.leave()
         return is_result
 
-    def _checked_sums(self) -> Checksums | None:
-        """The checksums that reads are compared with; None if digests of the output check all."""
-        sums = self._sums
+    def _load_checksums(self) -> None:
+        """Load the checksums of the source, and compare the bytes outside of its tensors."""
+        plan, storage, sums = self.plan, self.storage, load_checksums(self.storage)
+        self.source = Source.of(storage, plan.catalog, sums)
         if sums is None:
-            return None
-        has_digests = all(
-            self.plan.is_unchanged(one) and one.name in sums.digests for one in self.plan.transfers
-        )
-        return None if has_digests else sums
+            return
+        if self.request.team.leads:
+            check_outside_tensors(storage, plan.catalog, sums, self.budget.workers)
+        if not all(one.is_unchanged and one.name in sums.digests for one in plan.transfers):
+            self._checked = sums
+        self.source.checker = Checker(self._checked, storage.root)
 
     def _agree_on_budget(self) -> None:
         """Use the window size that all ranks, and all runs of one conversion, share."""
@@ -186,9 +173,9 @@ class Conversion:
 
     def _begin(self) -> int:
         """Start anew, or continue an earlier run; returns the size of the windows to use."""
-        place, found = self.place, self.place.request()
+        place, unfinished = self.place, self.place.request()
         identity = {**self._identity, "chunks": CHUNKS}
-        if found is None:
+        if unfinished is None:
             place.begin_anew()
             place.note_request({**identity, "window": self.budget.window})
             return self.budget.window
@@ -197,17 +184,18 @@ class Conversion:
                 f"an unfinished conversion to {place.target} exists: give --resume to continue, or "
                 f"remove {place.folder} to start again"
             )
-        if any(found.get(key) != value for key, value in identity.items()):
+        if any(unfinished.get(key) != value for key, value in identity.items()):
             raise TargetError(
                 f"the unfinished conversion to {place.target} was of another source, or asked for "
                 f"something else: give the same arguments, or remove {place.folder} to start again"
             )
-        if not self.plan.stamp.is_sure:
+        _, is_sure = self.plan.stamp
+        if not is_sure:
             raise TargetError(
                 f"{self.storage.root} reports no versions of its files, so a changed source would "
                 f"not be noticed: remove {place.folder} to start again"
             )
-        return int(found["window"])
+        return int(unfinished["window"])
 
     def _build(self) -> None:
         """Prepare, copy, seal, publish. The other ranks learn of a failure."""
@@ -247,28 +235,25 @@ class Conversion:
             if not read_journals(place.folder):  # there is nothing to resume
                 place.discard()
             raise
-        around = (  # the bytes around small tensors are written with the tensors
-            literal
-            for transfer in self.plan.transfers
-            if not transfer.is_packed(self.budget.window)
-            for literal in output.tensors[transfer.name].literals()
-        )
-        for literal in chain(output.literals, around):
-            self._put(literal.file, literal.offset, literal.data)
-        for copy in output.objects:
-            source = copy.source
-            for at, data in self._read(self.source.name(source.file), source.offset, source.size):
-                parts = self.source.crcs.parts(source.file, source.offset + at, data)
-                self.source.crcs.add(parts)
-                self._put(copy.file, copy.offset + at, data)
-        for file, number in self.plan.others:
-            for at, data in self._read(file.path, 0, file.size):
-                self._put(number, at, data)
+        for file, offset, data in self._known_bytes():
+            checksums = self.request.checksums
+            self._prepared.write(self._target, file, offset, memoryview(data), checksums)
         replace_file(place.folder / "prepared", b"")
 
-    def _put(self, file: int, offset: int, data: bytes) -> None:
-        checksums = self.request.checksums
-        self._prepared.write(self._target, file, offset, memoryview(data), checksums)
+    def _known_bytes(self) -> Iterator[tuple[int, int, bytes]]:
+        """Everything but the tensors: file, offset and bytes."""
+        plan, crcs = self.plan, self.source.crcs
+        # The bytes around small tensors are written with the tensors.
+        packed = {one.name for one in plan.transfers if one.is_packed(self.budget.window)}
+        yield from plan.output.all_literals(packed)
+        for copy in plan.output.objects:
+            one = copy.source
+            for at, data in self._read(self.source.name(one.file), one.offset, one.size):
+                crcs.add(crcs.parts(one.file, one.offset + at, data))
+                yield copy.file, copy.offset + at, data
+        for number, file in enumerate(plan.others, len(plan.output.files) - len(plan.others)):
+            for at, data in self._read(file.path, 0, file.size):
+                yield number, at, data
 
     def _read(self, path: str, start: int, size: int) -> Iterator[tuple[int, bytes]]:
         """A range of a source file in blocks, each with its offset in the range."""
@@ -279,41 +264,43 @@ class Conversion:
 
     def _copy(self) -> None:
         """Copy the chunks of this process that are not done yet."""
-        with Journal(self.place.folder, self.request.team.rank) as journal:
-            done = {record["chunk"]: record["bytes"] for record in self._records()}
+        request = self.request
+        options = request.checksums, request.compare_replicas
+        copier = Copier(self.plan.transfers, self.source, self._target, *options)
+        total = (
+            one.num_bytes(t.dtype) for t in self.plan.output.tensors.values() for one in t.pieces
+        )
+        meter, unsynced = Meter(request.progress, sum(total)), 0
+        with Journal(self.place.folder, request.team.rank) as journal:
+            done = {record["chunk"]: record["bytes"] for record in read_journals(self.place.folder)}
             self.resumed_bytes = sum(done.values())
-            self._meter(self.resumed_bytes)
+            meter(self.resumed_bytes)
 
-            def work(chunk: CopyChunk, buffers: Buffers) -> None:
-                self._note_done(self._copier.copy(chunk, buffers), journal)
+            def work(chunk: CopyChunk, buffers: Buffers) -> int:
+                copied = copier.copy(chunk, buffers)
+                journal.append(copied.to_record())
+                return copied.num_bytes
 
             make = partial(Buffers.of, self.budget.window, self.plan.casts)
-            for _ in in_order(work, self._to_do(done), self.budget.workers, make):
-                pass
+            with closing(in_order(work, self._to_do(done), self.budget.workers, make)) as results:
+                for _, num_bytes in results:
+                    unsynced += num_bytes
+                    if unsynced > SYNC_EVERY:
+                        self._sync(journal)
+                        unsynced = 0
+                    meter(num_bytes)
             self._sync(journal)
         self.source.count(self.source.checker.finish(self.storage))
-
-    def _records(self) -> list[dict[str, Any]]:
-        return [record for record in read_journals(self.place.folder) if "chunk" in record]
 
     def _chunks(self) -> Iterator[CopyChunk]:
         return chunks_of(self.plan.transfers, self.budget.window)
 
     def _to_do(self, done: Collection[int]) -> Iterator[CopyChunk]:
+        team = self.request.team
         for chunk in self._chunks():
             self._num_chunks = chunk.number + 1
-            if chunk.number not in done and self.request.team.takes(chunk.number):
+            if chunk.number not in done and chunk.number % team.size == team.rank:
                 yield chunk
-
-    def _note_done(self, done: Done, journal: Journal) -> None:
-        journal.append(done.to_record())
-        with self._lock:
-            self._unsynced += done.num_bytes
-            is_time = self._unsynced > SYNC_EVERY
-            self._unsynced = 0 if is_time else self._unsynced
-        if is_time:
-            self._sync(journal)
-        self._meter(done.num_bytes)
 
     def _sync(self, journal: Journal) -> None:
         count = journal.num_records
@@ -336,14 +323,15 @@ class Conversion:
         """Check that the output is complete and correct, and write its checksums."""
         plan, source = self.plan, self.source
         with collector_paused():
-            done = {record["chunk"]: Done.from_record(record) for record in self._records()}
+            records = read_journals(self.place.folder)
+            done = {record["chunk"]: Done.from_record(record) for record in records}
         if missing := set(range(self._num_chunks)) - done.keys():
             chunk = next(chunk for chunk in self._chunks() if chunk.number in missing)
             name = plan.transfers[chunk.windows[0][0]].name
             raise UnfinishedError(
                 f"chunk {chunk.number} (of {quoted(name)}) is not done; continue with --resume"
             )
-        if Stamp.of(plan.catalog, self.storage) != plan.stamp:
+        if stamp_of(plan.catalog, self.storage) != plan.stamp:
             raise DamageError(
                 f"{self.storage.root} was changed while it was converted: nothing was published; "
                 "convert it again when no process writes to it"
@@ -352,31 +340,30 @@ class Conversion:
         for one in done.values():
             source.crcs.add(one.crcs)
         source.check_crcs()
-        sums = self._checked_sums() if self.resumed_bytes else None
+        checked = self._checked.files if self._checked is not None and self.resumed_bytes else ()
         for file in plan.catalog.files:
-            if sums is not None and file.path in sums.files:
-                # An interrupted earlier run may have read it only in part.
+            if file.path in checked:  # an interrupted earlier run may have read it only in part
                 source.count(source.checker.finish(self.storage, file.path))
         if self.request.checksums:
-            self._write_sidecar([self._prepared, *done.values()])
+            path, data = SIDECAR, self._checksums([self._prepared, *done.values()]).to_bytes()
         else:
-            self.place.note_result(self._identity)
+            path, data = REQUEST, json.dumps(self._identity).encode()
+        replace_file(self.place.data / path, data)
         self._sync_files()
         self._target.sync_folders()
         self._target.close()
 
-    def _write_sidecar(self, done: list[Done]) -> None:
-        """Write checksums and digests; unchanged tensors must have the digests of the source."""
-        plan = self.plan
+    def _checksums(self, done: list[Done]) -> Checksums:
+        """Checksums and digests; unchanged tensors must have the digests of the source."""
+        plan, known = self.plan, self.source.checksums
+        expected = known.digests if known is not None else {}
         tensors = [(one.name, one.shape, one.want) for one in plan.transfers]
         sums = checksums_of(done, plan.output.files, tensors, self._identity)
-        known = self._sums.digests if self._sums else {}
         for transfer in plan.transfers:
-            found = sums.digests[transfer.name]
-            expected = known.get(transfer.name, found)
-            if found != expected and plan.is_unchanged(transfer):
-                self.source.blame_digest(transfer, found, expected)
-        replace_file(self.place.data / SIDECAR, sums.to_bytes())
+            name, digest = transfer.name, sums.digests[transfer.name]
+            if transfer.is_unchanged and expected.get(name, digest) != digest:
+                self.source.blame_digest(transfer, digest, expected[name])
+        return sums
 
     def _publish(self) -> None:
         place, paths = self.place, self.plan.paths
@@ -386,3 +373,14 @@ class Conversion:
         sidecar = [SIDECAR] if (place.data / SIDECAR).exists() else []
         self._remote.upload(place.data, [*paths, *sidecar], self._identity)
         place.finish()
+
+
+def _check_apart(source: str, target: str) -> None:
+    """Refuse a destination that is the source, is inside it, or contains it."""
+    places = [one if "://" in one else str(Path(one).resolve()) for one in (source, target)]
+    have, want = (f"{place.rstrip('/')}/" for place in places)
+    if have.startswith(want) or want.startswith(have):
+        raise TargetError(
+            f"the destination {target} and the source {source} are the same or contain each other: "
+            "choose a destination outside of the source"
+        )

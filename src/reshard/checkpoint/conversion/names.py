@@ -10,13 +10,13 @@ Outline(shape=(12, 8), dtype='float32')
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from math import prod
 from typing import TypeAlias
 
 from reshard.checkpoint.catalog import Catalog, StoredTensor
-from reshard.checkpoint.transfer.transfers import SourceTensor, one_dtype, pieces_of
+from reshard.checkpoint.transfer.transfers import pieces_of
 from reshard.errors import NamesError, PlanError
 from reshard.layout.box import Box
 from reshard.layout.coverage import missing_boxes
@@ -46,10 +46,14 @@ MAX_ELEMENTS = 1 << 56
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """The shape and the dtype of a tensor."""
+    """The shape and dtype of a tensor; of an output tensor also where its elements come from."""
 
     shape: tuple[int, ...]
     dtype: str
+    feeds: tuple[Feed, ...] = field(default=(), compare=False, repr=False)
+    """The source tensors, each with the part that it provides; none for the one of its own name."""
+    zeros: tuple[Box, ...] = field(default=(), compare=False, repr=False)
+    """Boxes that have no source and are zero."""
 
 
 Tensors: TypeAlias = Mapping[str, Outline | StoredTensor]
@@ -60,144 +64,130 @@ def outlines_of(have: Tensors, names: Names, drop: Sequence[str] = ()) -> dict[s
 
     Tensors that match ``drop`` are used only where names takes them.
     """
-    found: dict[str, Outline] = {}
+    produced: dict[str, Outline] = {}
     keys: dict[str, str] = {}
-    used: set[str] = set()
+    used = _dropped(have, drop)
     for key, source in names.items():
-        for name, parts in _filled_in(key, source, have):
-            if name in found:
+        for name, resolved, parts in _resolved(key, source, have):
+            if name in produced:
                 raise NamesError(
                     f"names makes {quoted(name)} twice, as {quoted(keys[name])} and as "
                     f"{quoted(key)}: give one of the two another name"
                 )
-            found[name] = _outline(name, source, [have[part] for part in parts])
+            produced[name] = _outline(name, resolved, {part: have[part] for part in parts})
             keys[name] = key
-            used |= set(parts)
-    gone = used | _dropped(have, drop)
-    kept = {name: Outline(o.shape, o.dtype) for name, o in have.items() if name not in gone}
-    double = next((name for name in kept if name in found), None)
+            used.update(parts)
+    kept = {name: Outline(o.shape, o.dtype) for name, o in have.items() if name not in used}
+    double = next((name for name in kept if name in produced), None)
     if double is not None:
         raise NamesError(
             f"names makes {quoted(double)} of other tensors, and the source has one of that name "
             "which nothing else takes: rename it too"
         )
-    return kept | found
+    return kept | produced
 
 
-def left_over(have: Tensors, names: Names, drop: Sequence[str] = ()) -> tuple[str, ...]:
+def left_over(
+    have: Tensors, outlines: Mapping[str, Outline], drop: Sequence[str] = ()
+) -> tuple[str, ...]:
     """Parts of source tensors that are in no output tensor and were not dropped by request.
 
     >>> from reshard.planning.names import take
-    >>> left_over({"w": Outline((4, 2), "float32")}, {"v": take("w", crop={0: (0, 3)})})
+    >>> have = {"w": Outline((4, 2), "float32")}
+    >>> left_over(have, outlines_of(have, {"v": take("w", crop={0: (0, 3)})}))
     ('w [3:4, 0:2]',)
     """
     taken: dict[str, list[Box]] = {}
-    whole: set[str] = _dropped(have, drop)
-    for key, source in names.items():
-        for _, parts in _filled_in(key, source, have):
-            if isinstance(source, Take):
-                limits = {dim: (0, size) for dim, size in enumerate(have[parts[0]].shape)}
-                limits |= dict(source.crop) | {dim: (at, at + 1) for dim, at in source.index}
-                low, high = zip(*limits.values(), strict=True) if limits else ((), ())
-                taken.setdefault(parts[0], []).append(Box(low, high))
-            else:
-                whole |= set(parts)
-    found = []
+    whole = _dropped(have, drop)
+    for feed in (feed for outline in outlines.values() for feed in outline.feeds):
+        if feed.moves:
+            taken.setdefault(feed.name, []).append(_source_box(feed))
+        else:
+            whole.add(feed.name)
+    rest = []
     for name in sorted(taken.keys() - whole):
         holes = missing_boxes(Box.whole(have[name].shape), taken[name])
         more = f" and {count(len(holes) - 1, 'more box', 'more boxes')}" if len(holes) > 1 else ""
-        found += [f"{name} {holes[0]}{more}"] if holes else []
-    return tuple(found)
+        rest += [f"{name} {holes[0]}{more}"] if holes else []
+    return tuple(rest)
+
+
+def _source_box(feed: Feed) -> Box:
+    """The part of a source tensor that a feed takes."""
+    dims = [segments for dim, segments in enumerate(feed.moves) if dim not in feed.have_insert]
+    start = tuple(min((low for low, _, _ in segments), default=0) for segments in dims)
+    stop = tuple(max((low + size for low, _, size in segments), default=0) for segments in dims)
+    return Box(start, stop)
 
 
 def _dropped(have: Tensors, drop: Sequence[str]) -> set[str]:
     """The source tensors that patterns match; a pattern that matches none is an error."""
-    found: set[str] = set()
+    dropped: set[str] = set()
     for pattern in drop:
-        matched = {*matching(pattern, have)}
+        matched = matching(pattern, have)
         if not matched:
             near = get_close_matches(pattern, have, n=1)
             hint = f"did you mean {quoted(near[0])}" if near else "leave it out of --drop (drop=)"
             raise NamesError(f"drop has {quoted(pattern)}, which matches no tensor: {hint}")
-        found |= matched
-    return found
+        dropped |= {*matched}
+    return dropped
 
 
-def sources_for(
-    wanted: Mapping[str, tuple[int, ...]], catalog: Catalog, names: Names
-) -> Iterator[tuple[str, tuple[SourceTensor, ...], tuple[Box, ...]]]:
-    """For each output tensor its source tensors, and the boxes that are filled with zeros."""
-    stored = catalog.tensors
-    if not names:
-        yield from ((name, (SourceTensor(stored[name], Feed(name)),), ()) for name in wanted)
-        return
-    specs = {key: TensorSpec(one.shape, one.dtype, _ANYWHERE) for key, one in stored.items()}
-    for name, shape in wanted.items():
-        found = feeds_of(name, TensorSpec(shape, "uint8", _ANYWHERE), specs, names)
-        if isinstance(found, list):
-            raise NamesError(f"{quoted(name)} needs {', '.join(found[:3])}, which is absent")
-        feeds, zeros = found
-        yield name, tuple(SourceTensor(stored[feed.name], feed) for feed in feeds), zeros
-
-
-def rename_tensors(catalog: Catalog, names: Names, drop: Sequence[str] = ()) -> Catalog:
-    """The catalog with tensors renamed, joined, stacked, split and dropped, in the same files.
+def rename_tensors(
+    catalog: Catalog, names: Names, drop: Sequence[str] = ()
+) -> tuple[Catalog, tuple[str, ...]]:
+    """The catalog with tensors renamed, joined, stacked, split and dropped, in the same files; and
+    the parts of tensors that are left over.
 
     This verifies a conversion with names: the renamed source must equal the output bit by bit.
     """
     outlines = outlines_of(catalog.tensors, names, drop)
-    shapes = {name: outline.shape for name, outline in outlines.items()}
     tensors = {}
-    for name, fed, zeros in sources_for(shapes, catalog, names):
-        if len(fed) == 1 and not fed[0].feed.moves and not zeros:
-            tensors[name] = replace(fed[0].tensor, name=name)
+    for name, outline in outlines.items():
+        feeds = outline.feeds or (Feed(name),)
+        if len(feeds) == 1 and not feeds[0].moves and not outline.zeros:
+            tensors[name] = replace(catalog.tensors[feeds[0].name], name=name)
             continue
-        dtype = one_dtype(name, fed, outlines[name].dtype)
-        pieces = tuple(pieces_of(fed, len(shapes[name])).pieces())
-        tensors[name] = StoredTensor(name, shapes[name], dtype, pieces, zeros)
-    return replace(catalog, tensors=tensors)
+        pieces = tuple(pieces_of(feeds, catalog.tensors).pieces())
+        tensors[name] = StoredTensor(name, outline.shape, outline.dtype, pieces, outline.zeros)
+    return replace(catalog, tensors=tensors), left_over(catalog.tensors, outlines, drop)
 
 
-def _filled_in(key: str, source: Source, have: Tensors) -> Iterator[tuple[str, list[str]]]:
-    """The output names that a key stands for, each with its source names."""
-    match source:
-        case str():
-            templates: tuple[str, ...] = (source,)
-        case Take():
-            templates = (source.name,)
-        case Join() | Stacked():
-            templates = source.names
-        case _:
-            raise PlanError(f"{source!r} in names: give a name, take, join or stack")
-    template, free = _leading(key, source, templates)
-    captured = _captures(template, free, have)
-    if not captured:
+def _resolved(
+    key: str, source: Source, have: Tensors
+) -> Iterator[tuple[str, Source, tuple[str, ...]]]:
+    """The output names that a key stands for, each with its source, without placeholders, and the
+    names in it."""
+    source = Take(source) if isinstance(source, str) else source
+    if not isinstance(source, Take | Join | Stacked):
+        raise PlanError(f"{source!r} in names: give a name, take, join or stack")
+    templates = (source.name,) if isinstance(source, Take) else source.names
+    template, counter = _leading(key, source, templates)
+    captures = _captures(template, counter, have)
+    if not captures:
         raise NamesError(f"names has {quoted(key)}, whose source {quoted(template)} is absent")
-    for values, numbers in captured:
-        name, parts = fill_in(key, values), [fill_in(one, values) for one in templates]
-        if free is not None:
-            parts = _counted(name, parts[0], free, numbers)
+    for values, numbers in captures:
+        name, parts = fill_in(key, values), tuple(fill_in(one, values) for one in templates)
+        if counter is not None:
+            parts = _counted(name, parts[0], counter, numbers)
         missing = [part for part in parts if part not in have]
         if missing:
             raise NamesError(
                 f"{quoted(name)} needs {', '.join(missing[:3])}, which the source lacks"
             )
-        yield name, parts
+        if isinstance(source, Take):
+            yield name, replace(source, name=parts[0]), parts
+        else:
+            yield name, replace(source, names=parts), parts
 
 
 def _leading(key: str, source: Source, templates: Sequence[str]) -> tuple[str, str | None]:
-    """The source template that determines the numbers, and the placeholder that a stack counts.
-
-    >>> from reshard.planning.names import stack
-    >>> _leading("layers.{i}.w", stack("layers.{i}.expert.{e}.w"), ["layers.{i}.expert.{e}.w"])
-    ('layers.{i}.expert.{e}.w', 'e')
-    """
+    """The source template that determines the numbers, and the placeholder that a stack counts."""
     if not templates:
         raise NamesError(f"names has {quoted(key)}, which is made of nothing: give it a source")
     places = set(placeholders(key))
     free = {place for one in templates for place in placeholders(one)} - places
-    counts = isinstance(source, Stacked) and len(templates) == 1 and len(free) == 1
-    if free and not counts:
+    if free and not (isinstance(source, Stacked) and len(templates) == len(free) == 1):
         raise NamesError(
             f"names has {quoted(key)} without the {{{min(free)}}} of its source "
             f"{quoted(templates[0])}: use the same {{name}}s on both sides"
@@ -213,20 +203,19 @@ def _leading(key: str, source: Source, templates: Sequence[str]) -> tuple[str, s
 
 
 def _captures(
-    template: str, free: str | None, have: Tensors
+    template: str, counter: str | None, have: Tensors
 ) -> list[tuple[dict[str, str], set[str]]]:
     """The numbers for which the source has a name that fits, each once, with those of a stack."""
-    pattern = template_regex(template)
-    found: dict[tuple[tuple[str, str], ...], set[str]] = {}
-    for match in filter(None, map(pattern.fullmatch, have)):
+    numbers: dict[tuple[tuple[str, str], ...], set[str]] = {}
+    for match in filter(None, map(template_regex(template).fullmatch, have)):
         values = match.groupdict()
-        number = values.pop(free) if free is not None else ""
-        found.setdefault(tuple(sorted(values.items())), set()).add(number)
-    order = sorted(found, key=lambda values: [(place, int(n)) for place, n in values])
-    return [(dict(values), found[values]) for values in order]
+        number = values.pop(counter) if counter is not None else ""
+        numbers.setdefault(tuple(sorted(values.items())), set()).add(number)
+    order = sorted(numbers, key=lambda values: [(place, int(n)) for place, n in values])
+    return [(dict(values), numbers[values]) for values in order]
 
 
-def _counted(name: str, template: str, place: str, numbers: set[str]) -> list[str]:
+def _counted(name: str, template: str, place: str, numbers: set[str]) -> tuple[str, ...]:
     """The names of a stack, from 0 without a gap."""
     expected = [str(number) for number in range(len(numbers))]
     missing = next((number for number in expected if number not in numbers), None)
@@ -237,56 +226,53 @@ def _counted(name: str, template: str, place: str, numbers: set[str]) -> list[st
             f"{quoted(fill_in(template, {place: beyond}))} and no "
             f"{quoted(fill_in(template, {place: missing}))}: give stack a list of names"
         )
-    return [fill_in(template, {place: number}) for number in expected]
+    return tuple(fill_in(template, {place: number}) for number in expected)
 
 
-def _outline(name: str, source: Source, parts: Sequence[Outline | StoredTensor]) -> Outline:
-    """The shape and dtype of an output tensor, from its sources."""
-    first = parts[0]
-    match source:
-        case str():
-            shape = first.shape
-        case Take():
-            shape = _taken(source, first.shape)
-        case Join():
-            _check_dim(name, source.dim, len(first.shape) - 1)
-            length = sum(part.shape[source.dim] for part in parts if len(part.shape) > source.dim)
-            shape = (*first.shape[: source.dim], length, *first.shape[source.dim + 1 :])
-        case Stacked():
-            _check_dim(name, source.dim, len(first.shape))
-            shape = (*first.shape[: source.dim], len(parts), *first.shape[source.dim :])
+def _outline(name: str, source: Source, parts: Tensors) -> Outline:
+    """An output tensor with its shape, dtype and feeds, from its sources."""
+    dtypes = {part.dtype: one for one, part in parts.items()}
+    if len(dtypes) > 1:
+        (first, one), (second, two), *_ = dtypes.items()
+        raise PlanError(
+            f"{quoted(name)} is joined from {quoted(one)} of {first} and {quoted(two)} of "
+            f"{second}: convert the sources to one dtype first"
+        )
+    shape = _shape(name, source, parts)
     if prod(shape) > MAX_ELEMENTS:
         raise PlanError(
             f"{quoted(name)} would have shape {shape}, and at most {MAX_ELEMENTS} elements can be "
             "counted: check the sizes in names"
         )
-    return Outline(shape, first.dtype)
+    [dtype] = dtypes
+    specs = {one: TensorSpec(part.shape, dtype, _ANYWHERE) for one, part in parts.items()}
+    fed = feeds_of(name, TensorSpec(shape, dtype, _ANYWHERE), specs, {name: source})
+    assert isinstance(fed, tuple)  # it is a list if sources are missing
+    return Outline(shape, dtype, tuple(fed[0]), fed[1])
 
 
-def _check_dim(name: str, dim: int, last: int) -> None:
+def _shape(name: str, source: Source, parts: Tensors) -> tuple[int, ...]:
+    """The shape of an output tensor from those of its sources; ``feeds_of`` checks the rest."""
+    first = next(iter(parts.values())).shape
+    if not isinstance(source, Join | Stacked):
+        return _taken(source, first) if isinstance(source, Take) else first
+    dim, joins = source.dim, isinstance(source, Join)
+    last = len(first) - joins
     if not 0 <= dim <= last:
         raise PlanError(f"{quoted(name)} is joined in dim {dim}: the dims are 0 to {last}")
+    shapes = [parts[one].shape for one in source.names]  # one tensor may be a part several times
+    length = sum(shape[dim] for shape in shapes if len(shape) > dim) if joins else len(shapes)
+    return (*first[:dim], length, *first[dim + joins :])
 
 
 def _taken(source: Take, shape: tuple[int, ...]) -> tuple[int, ...]:
-    for dim, (low, high) in source.crop:
-        if not (0 <= dim < len(shape) and 0 <= low <= high <= shape[dim]):
+    crops, pads, removed = dict(source.crop), dict(source.pad), dict(source.index)
+    ranges = (range(size)[slice(*crops.get(dim, (0, size)))] for dim, size in enumerate(shape))
+    sizes = [len(part) for dim, part in enumerate(ranges) if dim not in removed]
+    for dim, size in enumerate(sizes):
+        if pads.get(dim, size) < size:
             raise PlanError(
-                f"{low} to {high} of dim {dim} is taken of {quoted(source.name)}, which has shape "
-                f"{shape}: stay inside it"
-            )
-    cropped = {dim: high - low for dim, (low, high) in source.crop}
-    gone = {dim for dim, _ in source.index}
-    sizes = [cropped.get(dim, size) for dim, size in enumerate(shape) if dim not in gone]
-    for dim, size in source.pad:
-        if not 0 <= dim < len(sizes):
-            raise PlanError(
-                f"{quoted(source.name)} is padded in dim {dim} and has {len(sizes)} dims"
-            )
-        if size < sizes[dim]:
-            raise PlanError(
-                f"{quoted(source.name)} is padded in dim {dim} to {size} and is {sizes[dim]} long "
+                f"{quoted(source.name)} is padded in dim {dim} to {pads[dim]} and is {size} long "
                 "there: crop it, or give a larger size"
             )
-        sizes[dim] = size
-    return tuple(sizes)
+    return tuple(pads.get(dim, size) for dim, size in enumerate(sizes))

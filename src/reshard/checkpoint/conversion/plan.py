@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint.catalog import Catalog
-from reshard.checkpoint.conversion.names import left_over, outlines_of, sources_for
+from reshard.checkpoint.conversion.names import left_over, outlines_of
 from reshard.checkpoint.conversion.request import Request, notes_of, wanted_of
 from reshard.checkpoint.formats.checks import is_distcp
 from reshard.checkpoint.formats.reader import config_of
@@ -36,35 +36,24 @@ from reshard.text import parse_bytes, quoted
 FORMATS = ("full", "sharded", "distcp", "ranks")
 
 
-@dataclass(frozen=True, slots=True)
-class Stamp:
-    """The state of a source's files at one time."""
-
-    text: str
-    """A hash of the source's path and of the names, sizes and versions of its files."""
-    is_sure: bool
-    """Whether every file has a version, so that every change of it shows."""
-
-    @classmethod
-    def of(cls, catalog: Catalog, storage: Storage) -> Stamp:
-        """The present state of a source."""
-        root = str(Path(catalog.root).resolve()) if storage.is_local else catalog.root
-        # A path need not be valid UTF-8.
-        hasher = hashlib.blake2b(root.encode(errors="surrogateescape"), digest_size=16)
-        files = (*catalog.files, *catalog.others)
-        versions = storage.versions([file.path for file in files])
-        for file, version in zip(files, versions, strict=True):
-            hasher.update(json.dumps([file.path, file.size, version]).encode())
-        return cls(hasher.hexdigest(), None not in versions)
+def stamp_of(catalog: Catalog, storage: Storage) -> tuple[str, bool]:
+    """The present state of a source: a hash of its path and of the names, sizes and versions of
+    its files; and whether every file has a version, so that every change of it shows."""
+    root = str(Path(catalog.root).resolve()) if storage.is_local else catalog.root
+    # A path need not be valid UTF-8.
+    hasher = hashlib.blake2b(root.encode(errors="surrogateescape"), digest_size=16)
+    files = (*catalog.files, *catalog.others)
+    versions = storage.versions([file.path for file in files])
+    for file, version in zip(files, versions, strict=True):
+        hasher.update(json.dumps([file.path, file.size, version]).encode())
+    return hasher.hexdigest(), None not in versions
 
 
-_BASES = {
-    "adapter_model": "adapter_model",  # PEFT
-    "diffusion_pytorch_model": "diffusion_pytorch_model",  # diffusers
-    "model": "model",  # transformers
-    "pytorch_model": "model",
-}
-_NAME = re.compile(rf"({'|'.join(_BASES)})(\.[A-Za-z]\w*)?(-\d+-of-\d+)?\.(safetensors|bin)")
+_NAME = re.compile(
+    r"(adapter_model|diffusion_pytorch_model|(?:pytorch_)?model)(\.[A-Za-z]\w*)?(-\d+-of-\d+)?"
+    r"\.(safetensors|bin)"
+)
+"""Names of files of PEFT, diffusers and transformers."""
 _WEIGHTS = re.compile(
     r"((pytorch_model|adapter_model|diffusion_pytorch_model|consolidated)[^/]*\.(bin|pt|pth)"
     r"|tf_model[^/]*\.h5|flax_model[^/]*\.msgpack)(\.index\.json)?"
@@ -81,24 +70,18 @@ class ConversionPlan:
     output: Output
     """All files to be written, including the other files of the source."""
     transfers: tuple[Transfer, ...]
-    others: tuple[tuple[StoredFile, int], ...]
-    """Files that are copied unchanged, and their numbers in the output."""
+    others: tuple[StoredFile, ...]
+    """The last files of the output, which are copied unchanged."""
     fingerprint: str
     """A hash of the source and the request."""
-    stamp: Stamp
-    """The state of the source when the plan was made."""
+    stamp: tuple[str, bool]
+    """The state of the source when the plan was made: see ``stamp_of``."""
     notes: tuple[str, ...] = ()
     """Remarks on the request and the layouts, for the report."""
-    renamed: frozenset[str] = frozenset()
-    """Output tensors that are not simply the source tensor of the same name."""
 
     @property
     def paths(self) -> tuple[str, ...]:
         return tuple(file.path for file in self.output.files)
-
-    def is_unchanged(self, transfer: Transfer) -> bool:
-        """Whether an output tensor is a source tensor unchanged, so that digests are comparable."""
-        return transfer.name not in self.renamed and transfer.have == transfer.want
 
     @property
     def casts(self) -> bool:
@@ -115,40 +98,41 @@ def plan_conversion(request: Request, catalog: Catalog, storage: Storage) -> Con
         request.check_whole(format)
     else:
         request = request.with_config(storage)
-    have = catalog.tensors
-    if not have and not catalog.objects:
+    stored = catalog.tensors
+    if not stored and not catalog.objects:
         raise CheckpointError(f"{catalog.root} holds no tensors: there is nothing to convert")
     names = request.names
     if names is None:
         names = names_of(request.rules.names) if request.rules is not None else {}
-    outlines = outlines_of(have, names, request.drop)
+    outlines = outlines_of(stored, names, request.drop)
     if not outlines and not catalog.objects:
         raise CheckpointError(
             f"all tensors of {catalog.root} are dropped: nothing is left to write"
         )
     wanted = wanted_of(outlines, request, is_whole)
     output = _output(request, format, wanted, catalog, storage)
-    transfers, renamed = [], set[str]()
-    shapes = {name: tensor.shape for name, tensor in output.tensors.items()}
-    for name, fed, zeros in sources_for(shapes, catalog, names):
-        one = output.tensors[name]
-        transfers.append(transfer_of(name, one.shape, one.dtype, fed, one, zeros))
-        if zeros or [each.feed for each in fed] != [Feed(name)]:
-            renamed.add(name)
-    output, others = _with_others(output, catalog, format)
-    left_out = (*output.left_out, *catalog.left_out, *left_over(have, names, request.drop))
-    output = replace(output, left_out=left_out)
-    stamp = Stamp.of(catalog, storage)
+    transfers = []
+    for name, outline in outlines.items():
+        feeds, tensor = outline.feeds or (Feed(name),), output.tensors[name]
+        one = transfer_of(name, tensor.shape, tensor.dtype, feeds, stored, tensor, outline.zeros)
+        transfers.append(one)
+    others, strays = _others(output, catalog, format)
+    rest = left_over(stored, outlines, request.drop)
+    output = replace(
+        output,
+        files=(*output.files, *others),
+        left_out=(*output.left_out, *strays, *catalog.left_out, *rest),
+    )
+    stamp = stamp_of(catalog, storage)
     return ConversionPlan(
         catalog,
         format,
         output,
         tuple(transfers),
         others,
-        _fingerprint(stamp.text, output, names, transfers),
+        _fingerprint(stamp[0], output, names, transfers),
         stamp,
         notes_of(wanted, outlines, request),
-        frozenset(renamed),
     )
 
 
@@ -217,26 +201,22 @@ def base_of(
     The names of the source files decide, if all of them are known; else the config of an adapter
     or of a diffusers model in the folder.
     """
-    found = {match[1] if (match := _NAME.fullmatch(path)) else None for path in files}
-    if len(found) == 1 and (name := found.pop()) is not None:
-        return _BASES[name]
+    names = {match[1] if (match := _NAME.fullmatch(path)) else None for path in files}
+    if len(names) == 1 and (name := names.pop()) is not None:
+        return name.removeprefix("pytorch_")
     if "adapter_config.json" in others and "config.json" not in others:
         return "adapter_model"
     return "diffusion_pytorch_model" if "_diffusers_version" in (config or {}) else "model"
 
 
-def _with_others(
+def _others(
     output: Output, catalog: Catalog, format: str
-) -> tuple[Output, tuple[tuple[StoredFile, int], ...]]:
-    """The output with the other files of the source, as far as these are no strays."""
+) -> tuple[tuple[StoredFile, ...], tuple[str, ...]]:
+    """The other files of the source that are copied, and the paths of strays, which are not."""
     misleading = TENSOR_FILES if format == "ranks" else (".safetensors",)
-    ours = {file.path for file in output.files} | {SIDECAR, COMMITTED}
     strays = tuple(file.path for file in catalog.others if is_stray(file.path, misleading))
-    kept = [file for file in catalog.others if file.path not in ours.union(strays)]
-    first = len(output.files)
-    files = (*output.files, *(StoredFile(file.path, file.size) for file in kept))
-    copied = tuple(zip(kept, range(first, len(files)), strict=True))
-    return replace(output, files=files, left_out=(*output.left_out, *strays)), copied
+    ours = {*(file.path for file in output.files), SIDECAR, COMMITTED, *strays}
+    return tuple(file for file in catalog.others if file.path not in ours), strays
 
 
 def is_stray(path: str, endings: tuple[str, ...]) -> bool:
@@ -245,9 +225,9 @@ def is_stray(path: str, endings: tuple[str, ...]) -> bool:
     Readers might take files with these endings, indexes of such files, or those of a .distcp folder
     for a part of the output. Weights in other formats would be stale.
     """
-    name, indexes = path.rpartition("/")[2], tuple(f"{ending}.index.json" for ending in endings)
+    name = path.rpartition("/")[2]
     is_other = is_distcp(name) or _WEIGHTS.fullmatch(name) is not None
-    return is_other or path.endswith((*endings, *indexes))
+    return is_other or path.removesuffix(".index.json").endswith(endings)
 
 
 def _fingerprint(stamp: str, output: Output, names: Names, transfers: Sequence[Transfer]) -> str:

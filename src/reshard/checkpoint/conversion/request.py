@@ -21,7 +21,7 @@ import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,11 +32,18 @@ from reshard.checkpoint.output import Wanted
 from reshard.checkpoint.publish.journal import ALONE, Team
 from reshard.checkpoint.storage.local import Storage, plain_path
 from reshard.dtypes import canonical_dtype, check_cast, is_float
-from reshard.errors import CheckpointError, DtypeError, LayoutError, ReshardError, RulesError
+from reshard.errors import (
+    CheckpointError,
+    DtypeError,
+    LayoutError,
+    ReshardError,
+    RulesError,
+    require_type,
+)
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.rules.language import matches, matching
-from reshard.text import quoted
+from reshard.text import and_more, quoted
 
 if TYPE_CHECKING:
     from reshard.planning.names import Names
@@ -50,7 +57,7 @@ _OPTIMIZER = re.compile(r"optim(izer)?s?(_states?(_dict)?)?|opt_states?")
 _STATE = re.compile(r"states?")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Request:
     """The arguments of ``convert``, under the same names; texts become meshes, rules and dtypes."""
 
@@ -79,24 +86,25 @@ class Request:
     team: Team = ALONE
 
     def __post_init__(self) -> None:
-        values: dict[str, Any] = {name: plain_path(getattr(self, name)) for name in ("src", "dst")}
+        self.src, self.dst = plain_path(self.src), plain_path(self.dst)
+        self.mesh, self.layouts = as_mesh(self.mesh), self.layouts or {}
+        require_type(self.layouts, Mapping, "layouts=", 'give a dict, as {"*.weight": "tp -"}')
+        names = {} if self.names is None else self.names
+        require_type(names, Mapping, "names=", 'give a dict, as {"new": "old"}')
         if self.workers is not None and not (isinstance(self.workers, int) and self.workers > 0):
             raise CheckpointError(f"workers is {self.workers!r}: give a number of at least 1")
         if self.dtype is not None and not isinstance(self.dtype, Mapping):
-            values["dtype"] = dtype = canonical_dtype(self.dtype)
-            if not is_float(dtype):
+            self.dtype = canonical_dtype(self.dtype)
+            if not is_float(self.dtype):
                 raise DtypeError(
-                    f"dtype {dtype} is not floating-point: it is for all floating-point "
+                    f"dtype {self.dtype} is not floating-point: it is for all floating-point "
                     "parameters; use float32, bfloat16, float16 or another float"
                 )
         if self.rules is not None:
             from reshard.rules import Rules
 
             rules: Any = self.rules
-            values["rules"] = rules if isinstance(rules, Rules) else Rules.load(rules)
-        values |= {"mesh": as_mesh(self.mesh), "layouts": self.layouts or {}}
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+            self.rules = rules if isinstance(rules, Rules) else Rules.load(rules)
 
     @property
     def has_mesh(self) -> bool:
@@ -114,13 +122,13 @@ class Request:
 
     def check_whole(self, format: str) -> None:
         """Refuse arguments about layouts where tensors are written whole."""
-        given = [n for n in ("mesh", "layouts", "fsdp", "replicate") if getattr(self, n)]
-        given += ["rules"] if self.rules is not None and not self.rules.names else []
-        if given:
+        useless = [n for n in ("mesh", "layouts", "fsdp", "replicate") if getattr(self, n)]
+        useless += ["rules"] if self.rules is not None and not self.rules.names else []
+        if useless:
             other = "give --format sharded, distcp or ranks" if self.has_mesh else "give --mesh"
             raise LayoutError(
-                f"{given[0]} would do nothing: format {format} writes whole tensors here; leave it "
-                f"out, or {other}"
+                f"{useless[0]} would do nothing: format {format} writes whole tensors here; leave "
+                f"it out, or {other}"
             )
 
 
@@ -146,9 +154,9 @@ class Parameters:
         parts = name.split(".")
         for length in range(len(parts) - 1, 0, -1):
             for at in range(len(parts) - length + 1):
-                found = self._suffixes.get(".".join(parts[at : at + length]))
-                if found is not None and found != name and self.shapes[found] == shape:
-                    return found
+                parameter = self._suffixes.get(".".join(parts[at : at + length]))
+                if parameter not in (None, name) and self.shapes[parameter] == shape:
+                    return parameter
         return None
 
     def is_state(self, name: str) -> bool:
@@ -177,8 +185,8 @@ def wanted_of(outlines: Mapping[str, Outline], request: Request, whole: bool) ->
     layouts = {} if whole else _layouts(outlines, request)
     dtypes = {name: outline.dtype for name, outline in outlines.items()}
     if isinstance(request.dtype, Mapping):
-        for name, key in _overrides("dtype", request.dtype, outlines).items():
-            dtypes[name] = dtypes[name] if key is None else canonical_dtype(request.dtype[key])
+        keys = _overrides("dtype", request.dtype, outlines)
+        dtypes |= {name: canonical_dtype(request.dtype[key]) for name, key in keys.items()}
     elif request.dtype is not None:  # optimizer states are cast only by name
         parameters = Parameters({name: outline.shape for name, outline in outlines.items()})
         floats = [name for name, dtype in dtypes.items() if dtype in FLOATS]
@@ -200,17 +208,14 @@ def notes_of(
     if request.rules is not None and layouts and (request.mesh or request.rules.mesh):
         shapes = {name: wanted[name].shape for name in layouts}
         notes += request.rules.notes(layouts, shapes, request.mesh)
-    if not isinstance(request.dtype, str):
-        return tuple(notes)
-    # The values of floats of 8 bits or fewer mean little without the scales beside them.
+    # The values of floats of 8 bits or fewer mean little without their scales.
     small = [n for n, o in outlines.items() if is_float(o.dtype) and o.dtype not in FLOATS]
     kept = [name for name in small if outlines[name].dtype != request.dtype]
-    if kept:
-        more = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
+    if kept and isinstance(request.dtype, str):
         notes.append(
-            f"{quoted(kept[0])}{more} of {outlines[kept[0]].dtype} kept this dtype: a dtype for "
-            f"all parameters casts {', '.join(FLOATS[:3])} and {FLOATS[3]}; dtype={{name: dtype}} "
-            "of checkpoint.convert casts others"
+            f"{and_more([*map(quoted, kept)])} of {outlines[kept[0]].dtype} kept this dtype: a "
+            f"dtype for all parameters casts {', '.join(FLOATS[:3])} and {FLOATS[3]}; "
+            "dtype={name: dtype} of checkpoint.convert casts others"
         )
     return tuple(notes)
 
@@ -218,91 +223,77 @@ def notes_of(
 def _layouts(outlines: Mapping[str, Outline], request: Request) -> dict[str, Layout]:
     """The layout of every tensor: chosen by name, by the rules, or that of its parameter."""
     keys = _overrides("layout", request.layouts, outlines)
-    parsed: dict[str, Layout] = {}
-    found = {
-        name: _chosen(name, outlines[name], key, request, parsed)
-        for name, key in keys.items()
-        if key is not None
-    }
-    open_names = [name for name in outlines if name not in found]
     rules = request.rules.fit(outlines) if request.rules is not None else None
+    mesh = request.mesh or (request.rules.mesh if request.rules is not None else None)
+    # One object per layout: many tensors share one, and equal objects are compared fast.
+    parse = cache(partial(Layout, mesh or Mesh()))
+    layouts: dict[str, Layout] = {}
     unmatched: dict[str, ReshardError] = {}
-    for name in open_names:
+    for name, outline in outlines.items():
+        if name in keys:
+            layout = request.layouts[keys[name]]
+            if not isinstance(layout, Layout):
+                if mesh is None:
+                    raise LayoutError(
+                        f'layout "{layout}" for {quoted(name)} needs a mesh: give mesh='
+                    )
+                # A pattern does not shard a 0-d tensor.
+                layout = parse(layout if outline.shape or keys[name] == name else "...")
+            layouts[name] = layout
+            continue
         try:
             if rules is None:
                 raise RulesError(
                     f"no layout for {quoted(name)}: add it to layouts (--layout NAME=LAYOUT), or "
                     "give --rules (rules=)"
                 )
-            found[name] = rules.layout(name, request.mesh, outlines[name].shape)
+            layouts[name] = rules.layout(name, request.mesh, outline.shape)
         except RulesError as error:
             unmatched[name] = error
-    parameters = Parameters({name: outlines[name].shape for name in found})
+    parameters = Parameters({name: outlines[name].shape for name in layouts})
     for name, unknown in unmatched.items():
-        leader = parameters.followed_by(name, outlines[name].shape)
-        if leader is not None:
-            found[name] = found[leader]
+        parameter = parameters.followed_by(name, outlines[name].shape)
+        if parameter is not None:
+            layouts[name] = layouts[parameter]
         elif prod(outlines[name].shape) <= 1:  # a single element is whole
-            some = next(iter(found.values()), None)
-            mesh = some.mesh if some is not None else request.mesh or Mesh()
-            found[name] = Layout(mesh, "...")
+            some = next(iter(layouts.values()), None)
+            layouts[name] = Layout(request.mesh or Mesh() if some is None else some.mesh, "...")
         else:
             raise unknown
-    checked: set[tuple[Layout, tuple[int, ...]]] = set()
-    for name, layout in found.items():
-        pair = layout, outlines[name].shape
-        if pair not in checked:
-            try:
-                layout.dims(outlines[name].shape)
-            except LayoutError as error:
-                raise LayoutError(f"tensor {quoted(name)}: {error}") from None
-            checked.add(pair)
-    if rules is not None and open_names:
-        rules.check_axes(found.values(), request.mesh)
-    return found
+    pairs: dict[tuple[Layout, tuple[int, ...]], str] = {}
+    for name, layout in layouts.items():
+        pairs.setdefault((layout, outlines[name].shape), name)
+    for (layout, shape), name in pairs.items():
+        try:
+            layout.dims(shape)
+        except LayoutError as error:
+            raise LayoutError(f"tensor {quoted(name)}: {error}") from None
+    if rules is not None and len(keys) < len(outlines):
+        rules.check_axes(layouts.values(), request.mesh)
+    return layouts
 
 
-def _overrides(what: str, keys: Collection[str], names: Iterable[str]) -> dict[str, str | None]:
-    """The override for each name: the name itself, else the first pattern that it matches.
+def _overrides(what: str, keys: Collection[str], names: Iterable[str]) -> dict[str, str]:
+    """The override for a name: the name itself, else the first pattern that it matches.
 
     A name or pattern that decides no tensor is an error: misspelt, or hidden by an earlier one.
     """
-    found: dict[str, str | None] = {
-        name: name if name in keys else next((key for key in keys if matches(key, name)), None)
-        for name in names
-    }
-    deciding = set(found.values())
+    overrides: dict[str, str] = {}
+    for name in names:
+        key = name if name in keys else next((key for key in keys if matches(key, name)), None)
+        if key is not None:
+            overrides[name] = key
+    deciding = set(overrides.values())
     for key in (key for key in keys if key not in deciding):
         hidden = next(iter(matching(key, names)), None)
         if hidden is not None:
             raise LayoutError(
                 f"{what} {quoted(key)} decides nothing: {quoted(hidden)} and all others that it "
-                f"matches are matched by {quoted(str(found[hidden]))} before it; give it "
-                "first"
+                f"matches are matched by {quoted(overrides[hidden])} before it; give it first"
             )
         near = difflib.get_close_matches(key, [*names], n=3, cutoff=0.3)
         nearest = ", ".join(map(quoted, near or [*names][:3]))
         raise LayoutError(
             f"{what} {quoted(key)} matches no tensor: write a name or pattern such as {nearest}"
         )
-    return found
-
-
-def _chosen(
-    name: str, outline: Outline, key: str, request: Request, parsed: dict[str, Layout]
-) -> Layout:
-    """The layout that the caller chose for a name, or for a pattern (``key``) that it matches.
-
-    A pattern does not shard a 0-d tensor. ``parsed`` holds one object per layout, because many
-    tensors share one and equal objects are compared fast.
-    """
-    layout = request.layouts[key]
-    if isinstance(layout, Layout):
-        return layout
-    mesh = request.mesh or (request.rules.mesh if request.rules is not None else None)
-    if mesh is None:
-        raise LayoutError(f'layout "{layout}" for {quoted(name)} needs a mesh: give mesh=')
-    text = layout if outline.shape or key == name else "..."
-    if text not in parsed:
-        parsed[text] = Layout(mesh, text)
-    return parsed[text]
+    return overrides

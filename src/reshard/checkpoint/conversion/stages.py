@@ -55,7 +55,7 @@ class ConvertReport(Report):
     """The most bytes of all buffers."""
     workers: int
     disk_needed: int
-    disk_free: int | None
+    disk_free: int
     seconds: float | None
     """Duration; None for a dry run."""
     checksums: bool
@@ -102,8 +102,8 @@ class ConvertReport(Report):
             f"  memory   {format_bytes(self.memory)} in buffers, workers: {self.workers}",
         ]
         if self.dry_run:
-            free = "unknown" if self.disk_free is None else format_bytes(self.disk_free)
-            lines.append(f"  disk     {format_bytes(self.disk_needed)} needed, {free} free")
+            needed, free = format_bytes(self.disk_needed), format_bytes(self.disk_free)
+            lines.append(f"  disk     {needed} needed, {free} free")
         if self.seconds is not None:
             rate = f", {self.gb_per_second:.2f} GB/s" if self.gb_per_second else ""
             lines.append(f"  time     {self.seconds:.1f} s{rate}")
@@ -170,25 +170,25 @@ def convert(
 
 
 def _report(request: Request, conversion: Conversion, seconds: float | None) -> ConvertReport:
-    plan, budget, has_built = conversion.plan, conversion.budget, conversion.has_built
+    plan, budget, is_dry = conversion.plan, conversion.budget, request.dry_run
     output, others, transfers = plan.output, plan.others, plan.transfers
     unique_bytes = sum(transfer.source_bytes for transfer in transfers)
     bytes_read = bytes_written = 0
-    if request.dry_run:
+    if is_dry:
         bytes_read = unique_bytes + sum(copy.source.size for copy in output.objects)
-        bytes_read += sum(file.size for file, _ in others)
+        bytes_read += sum(file.size for file in others)
         if request.compare_replicas:
             bytes_read += sum(int(t.replicas.num_bytes.sum()) for t in transfers)
         bytes_written = output.num_bytes
-    elif has_built:
+    elif conversion.has_built:
         bytes_read = conversion.source.num_bytes
         bytes_written = output.num_bytes - conversion.resumed_bytes
-    team = ALONE if request.dry_run else request.team
+    team = ALONE if is_dry else request.team
     return ConvertReport(
         source=request.src,
         target=request.dst,
         format=plan.format,
-        dry_run=request.dry_run,
+        dry_run=is_dry,
         num_tensors=len(transfers),
         num_files=count_tensor_files(output.files[: len(output.files) - len(others)]),
         num_others=len(others),
@@ -202,7 +202,7 @@ def _report(request: Request, conversion: Conversion, seconds: float | None) -> 
         disk_free=free_bytes(conversion.place.folder.parent),
         seconds=seconds,
         checksums=request.checksums,
-        was_complete=not has_built and not request.dry_run,
+        was_complete=not conversion.has_built and not is_dry,
         left_out=output.left_out,
         left_alone=conversion.kept,
         notes=(*plan.notes, *plan.catalog.notes),

@@ -154,7 +154,7 @@ class _Saving:
                 self.others.setdefault(name, (rank, size))
             keys |= {name: tuple(path) for name, path in paths[rank].items()}
         self._check_entries(specs)
-        self.place = Workplace.beside(Path(plain_path(request["path"])))
+        self.place = Workplace(Path(plain_path(request["path"])))
         self.plan = plan_save(specs, self.others, keys, request["format"], agreement.ranks[0])
         self.kept: tuple[str, ...] = ()
         """Names of other files at the destination."""

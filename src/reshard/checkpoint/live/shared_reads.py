@@ -26,6 +26,7 @@ from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -38,15 +39,13 @@ from reshard.checkpoint.integrity.crcs import Part
 from reshard.checkpoint.live.direct_reads import ReadRequest
 from reshard.checkpoint.live.entries import RankBoxes, RankTensor, View, part_of
 from reshard.checkpoint.piece_table import slabs
-from reshard.checkpoint.transfer.packing import Pack, batches
+from reshard.checkpoint.transfer.packing import Pack, batches, within
 from reshard.checkpoint.transfer.windows import (
     Buffers,
     Source,
-    SourceReads,
     compare,
     fill,
     in_order,
-    within,
 )
 from reshard.dtypes import itemsize
 from reshard.layout.box import Box
@@ -193,7 +192,7 @@ class SharedReads:
     ) -> None:
         self._source, self._digests = source, digests
         self._agreement, self._memory = agreement, memory
-        self._reads = SourceReads(source)
+        self._crcs: list[Part] = []
         self._boxes = RankBoxes()
         self._data: list[torch.Tensor] = []
         """What this rank has read of each window of a batch: its boxes, flattened and joined."""
@@ -230,7 +229,7 @@ class SharedReads:
 
     def crc_parts(self) -> list[Part]:
         """The CRC-32 of everything that was read since the last call."""
-        parts, self._reads.crcs = self._reads.crcs, []
+        parts, self._crcs = self._crcs, []
         return parts
 
     def _read(self, task: tuple[Share, Box, torch.Tensor], scratch: Array) -> Array:
@@ -238,11 +237,12 @@ class SharedReads:
         transfer = share.request.transfer
         window = part.reshape(-1).view(torch.uint8).numpy()
         place = Buffers(len(scratch), window, scratch, window)
-        array = fill(transfer, box, place, self._reads)
+        read = partial(self._source.read_into, crcs=self._crcs)
+        array = fill(transfer, box, place, read)
         if len(transfer.replicas):  # compared in parts that fit into the scratch buffer
             for some in slabs(box, len(scratch) // array.itemsize):
-                inner = array[within(some.start, some.stop, box)]
-                compare(transfer, some, inner, place, self._reads)
+                inner = array[within(some.start, some.stop, box.start)]
+                compare(transfer, some, inner, place, read, self._source.name)
         return array
 
     def move(self, batch: Sequence[Share]) -> None:
@@ -306,7 +306,8 @@ def are_small(requests: Mapping[str, ReadRequest]) -> bool:
     for request in requests.values():
         if request.is_whole or len(request.transfer.replicas):
             return False
-        total += int(request.transfer.source.num_bytes.sum())
+        source = request.transfer.source  # a strided view spans more than its bytes
+        total += int(np.maximum(source.spans, source.num_bytes).sum())
     return total <= MOST_SMALL
 
 
@@ -314,8 +315,8 @@ def read_small(requests: Mapping[str, ReadRequest], source: Source) -> str:
     """The bytes of small tensors, one after the other, in base64."""
     transfers = [request.transfer for request in requests.values()]
     small = [StoredTensor(t.name, t.shape, t.have, tuple(t.source.pieces())) for t in transfers]
-    pack = Pack.of(small, np.empty(sum(one.num_bytes for one in small), dtype=np.uint8))
-    pack.read(np.empty(max(len(pack.buffer), 1), dtype=np.uint8), source)
+    pack = Pack(small, np.empty(sum(one.num_bytes for one in small), dtype=np.uint8))
+    pack.read(np.empty(MOST_SMALL, dtype=np.uint8), source.read_into)
     return b64encode(pack.buffer.data).decode()
 
 

@@ -7,18 +7,8 @@ When a process dies, its writes survive: every line is valid. When the machine d
 reached the disk before the bytes that they describe. So each process records the boot id of its
 machine, and after another boot only lines before a ``synced`` line are valid.
 
-Several processes can convert together. They communicate only through these files: every rank makes
-the same plan and copies its share of the chunks; rank 0 prepares the files, and publishes them when
-the journals show that all chunks are done.
-
->>> import tempfile, pathlib
->>> folder = pathlib.Path(tempfile.mkdtemp())
->>> with Journal(folder, rank=0) as journal:
-...     journal.append({"chunk": 7})
->>> with (folder / "journal.0").open("ab") as torn:
-...     _ = torn.write(b'0000 {"chu')
->>> read_journals(folder)
-[{'chunk': 7}]
+Processes that convert together communicate only through these files: every rank makes the same
+plan and copies its share of the chunks; rank 0 publishes when the journals have all chunks.
 """
 
 from __future__ import annotations
@@ -97,18 +87,17 @@ def _reliable(lines: Iterable[bytes]) -> Iterator[Record]:
 
     A record that was not synced then stays invalid, whatever a later boot has synced.
     """
-    here, boot, waiting = boot_id(), None, list[tuple[int, Record]]()
+    boot, waiting = None, dict[int, Record]()
     for at, record in enumerate(json.loads(line[9:]) for line in lines):
         if "boot" in record:
-            waiting = waiting if record["boot"] == boot else []
+            waiting = waiting if record["boot"] == boot else {}
             boot = record["boot"]
         elif "synced" in record:
-            yield from (one for place, one in waiting if place < record["synced"])
-            waiting = [each for each in waiting if each[0] >= record["synced"]]
+            yield from (waiting.pop(place) for place in [*waiting] if place < record["synced"])
         else:
-            waiting.append((at, record))
-    if boot == here:
-        yield from (one for _, one in waiting)
+            waiting[at] = record
+    if boot == boot_id():
+        yield from waiting.values()
 
 
 def _good_lines(path: Path) -> Iterator[bytes]:
@@ -141,13 +130,9 @@ class Team:
         """Whether this process prepares and publishes."""
         return self.rank == 0
 
-    def takes(self, chunk: int) -> bool:
-        return chunk % self.size == self.rank
-
     def note_failure(self, place: Workplace, error: BaseException) -> None:
-        """Leave a file that tells the other ranks of a failure."""
-        known = place.folder.glob("failed.*") if place.folder.exists() else (place.folder,)
-        if self.size > 1 and not any(known):
+        """Leave a file that tells the other ranks of a failure, unless one of them has failed."""
+        if self.size > 1 and place.folder.exists() and not any(place.folder.glob("failed.*")):
             text = str(error) or type(error).__name__
             (place.folder / f"failed.{self.rank}").write_text(text, encoding="utf-8")
 
@@ -162,7 +147,7 @@ class Team:
         patience = _Patience(self.timeout)
         while True:
             request = place.request() or {}
-            is_ready = (place.folder / "prepared").exists() and place.is_held()
+            is_ready = (place.folder / "prepared").exists() and place.is_locked()
             if is_ready and request.get("fingerprint") == fingerprint:
                 return int(request["window"])
             patience.sleep(
@@ -174,7 +159,7 @@ class Team:
         patience = _Patience(self.timeout)
         while True:
             _check_failures(place)
-            done = {record["chunk"] for record in read_journals(place.folder) if "chunk" in record}
+            done = {record["chunk"] for record in read_journals(place.folder)}
             late = {number % self.size for number in range(num_chunks) if number not in done}
             waiting = (place.folder / f"waits.{rank}" for rank in range(1, self.size))
             late |= {int(path.suffix[1:]) for path in waiting if not path.exists()}
@@ -190,7 +175,7 @@ class Team:
             _check_failures(place)
             with suppress(FileNotFoundError):
                 (place.folder / f"waits.{self.rank}").touch()
-            if not place.is_held() and place.request() is not None:
+            if not place.is_locked() and place.request() is not None:
                 raise UnfinishedError("rank 0 has exited; start all ranks again with --resume")
             patience.sleep("rank 0 has not published the output")
         if not place.target.exists():

@@ -19,20 +19,14 @@ import secrets
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from reshard.checkpoint.formats.checks import is_distcp
 from reshard.checkpoint.formats.reader import survey_catalog
 from reshard.checkpoint.formats.safetensors.reader import find_index, index_files
 from reshard.checkpoint.integrity.checksums import SIDECAR, load_checksums
-from reshard.checkpoint.storage.local import (
-    COMMITTED,
-    OURS,
-    REQUEST,
-    LocalStorage,
-    StoredFile,
-    file_status,
-)
+from reshard.checkpoint.storage.local import COMMITTED, REQUEST, LocalStorage
 from reshard.errors import ReshardError, TargetError
 from reshard.text import quoted
 
@@ -52,9 +46,9 @@ _SAFETENSORS = (".safetensors", ".safetensors.index.json")
 class Replaced:
     """What happens to the content of a folder that is overwritten."""
 
-    belongs: frozenset[str]
+    belongs: frozenset[str] = frozenset()
     """Paths of the files of the old checkpoint, which are deleted."""
-    kept: tuple[str, ...]
+    kept: tuple[str, ...] = ()
     """Names of other files and folders; folders end with a slash."""
 
 
@@ -65,13 +59,12 @@ def replaced_by(target: Path, files: Collection[str]) -> Replaced:
         in_way = _in_way(target, path)
         if in_way is None or in_way in belongs:
             continue
-        if in_way == path and _COMPANION.fullmatch(path) and (target / path).is_file():
-            belongs |= {path}
-            continue
-        raise TargetError(
-            f"{target}/{in_way} is no part of the checkpoint there, and the new one has a file of "
-            "that name: move it away, or choose another target"
-        )
+        if in_way != path or not _COMPANION.fullmatch(path) or not (target / path).is_file():
+            raise TargetError(
+                f"{target}/{in_way} is no part of the checkpoint there, and the new one has a file "
+                "of that name: move it away, or choose another target"
+            )
+        belongs |= {path}
     kept: list[str] = []
     for entry in sorted(os.scandir(target), key=lambda entry: entry.name):
         if entry.is_dir(follow_symlinks=False):
@@ -83,37 +76,25 @@ def replaced_by(target: Path, files: Collection[str]) -> Replaced:
     return Replaced(belongs, tuple(kept))
 
 
-class _TopLevel(LocalStorage):
-    """The files directly in a folder, without its subfolders."""
-
-    def list(self) -> tuple[StoredFile, ...]:
-        entries = sorted(os.scandir(self.root), key=lambda entry: entry.name)
-        return tuple(
-            StoredFile(entry.name, status.st_size)
-            for entry in entries
-            if not entry.name.startswith(OURS) and (status := file_status(entry))
-        )
-
-
 def _belonging(target: Path) -> frozenset[str]:
     """The files of the checkpoint in a folder."""
-    with _TopLevel(str(target)) as storage:
+    with LocalStorage(str(target), depth=0) as storage:
         sizes: dict[str, int] = {}  # of the files that reshard wrote with the checkpoint
         with suppress(ReshardError):
             sums = load_checksums(storage)
             sizes = {path: known.size for path, known in sums.files.items()} if sums else {}
-        found = set()
+        paths = set()
         for path, size in sizes.items():
             with suppress(OSError):
-                found |= {path} if (target / path).stat().st_size == size else set()
-        if not found or len(found) < len(sizes):
+                paths |= {path} if (target / path).stat().st_size == size else set()
+        if not paths or len(paths) < len(sizes):
             # If reshard wrote the checkpoint, other files of tensors are not part of it.
             read = _read(target, storage, is_known=bool(sizes))
-            found |= read & sizes.keys() if sizes else read
-    ours = {SIDECAR, COMMITTED, REQUEST}
-    stale = {path.name for path in target.iterdir() if _DISTCP.fullmatch(path.name)}
-    found |= ours | (stale if any(map(is_distcp, found)) else set())
-    return frozenset(name for name in found if _in_way(target, name) == name)
+            paths |= read & sizes.keys() if sizes else read
+    if any(map(is_distcp, paths)):
+        paths |= {path.name for path in target.iterdir() if _DISTCP.fullmatch(path.name)}
+    paths |= {SIDECAR, COMMITTED, REQUEST}
+    return frozenset(path for path in paths if _in_way(target, path) == path)
 
 
 def _read(target: Path, storage: LocalStorage, is_known: bool) -> set[str]:
@@ -130,20 +111,20 @@ def _read(target: Path, storage: LocalStorage, is_known: bool) -> set[str]:
         raise TargetError(
             f"{target} holds no checkpoint (no tensor of its files can be read), and {advice}"
         )
-    found = {file.path for file in catalog.files}
+    paths = {file.path for file in catalog.files}
     index = find_index(storage.list())
     with suppress(ReshardError):
-        found |= {index.path, *index_files(storage, index).values()} if index else set()
+        paths |= {index.path, *index_files(storage, index).values()} if index else set()
     # Files of tensors that nothing lists may be several checkpoints of one file each.
-    tensors = [path for path in found if not path.endswith(".json")]
+    tensors = [path for path in paths if not path.endswith(".json")]
     groups = {match.groups() if (match := _NUMBERED.fullmatch(p)) else p for p in tensors}
-    is_listed = is_known or len(tensors) < len(found)
+    is_listed = is_known or len(tensors) < len(paths)
     if catalog.format in ("safetensors", "torch") and len(groups) > 1 and not is_listed:
         some = " and ".join(quoted(path) for path in sorted(tensors)[:2])
         raise TargetError(
             f"{target} holds {some}, and nothing says that they are one checkpoint: {advice}"
         )
-    return found | ({".metadata"} if catalog.format == "distcp" else set())
+    return paths | ({".metadata"} if catalog.format == "distcp" else set())
 
 
 def _in_way(target: Path, path: str) -> str | None:
@@ -151,9 +132,7 @@ def _in_way(target: Path, path: str) -> str | None:
 
     Links are not followed, so that nothing is deleted where they lead.
     """
-    parts = path.split("/")
-    for count in range(1, len(parts) + 1):
-        some = "/".join(parts[:count])
+    for some in accumulate(path.split("/"), "{}/{}".format):
         here = target / some
         if not os.path.lexists(here):
             return None
@@ -184,8 +163,6 @@ def _check_kept(target: Path, kept: Collection[str], files: Collection[str]) -> 
                 f"{target}/{name} is no part of the checkpoint there, and would be read as a part "
                 "of the new one: move it away, or choose another target"
             )
-    if os.path.ismount(target):
-        raise TargetError(f"{target} is a mount point and cannot be renamed: name a folder in it")
     device = target.stat().st_dev
     for path in (target, *(target / name for name in kept if name.endswith("/"))):
         if path.stat().st_dev != device:

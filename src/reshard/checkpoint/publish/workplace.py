@@ -19,10 +19,8 @@ When everything is written, ``data`` replaces the destination:
        the files that are part of the old checkpoint
 
 A process may be killed at any point. Before step 2 the old checkpoint is complete, after it the new
-one is. Between the two renames of step 2 the old one is complete in ``old``. In steps 3 and 4 some
-of the other files are still in the partial folder. The next process that works on this destination
-(to resume, overwrite or save) begins with ``settle``: it renames ``old`` back, or does the last two
-steps.
+one is; between the two renames the old one is complete in ``old``. The next process that works on
+this destination begins with ``settle``: it renames ``old`` back, or does the last two steps.
 """
 
 from __future__ import annotations
@@ -38,7 +36,6 @@ import stat
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,32 +50,11 @@ from reshard.text import format_bytes, quoted
 PUBLISHING = "publishing.json"
 
 
-def check_places(source: str, target: Path) -> None:
-    """Refuse a destination that is the source, is inside it, or contains it."""
-    if "://" in source:
-        return
-    have, want = Path(source).resolve(), target.resolve()
-    if have == want or have in want.parents or want in have.parents:
-        raise TargetError(
-            f"the destination {target} and the source {source} are the same or contain each other: "
-            "choose a destination outside of the source"
-        )
-
-
-@dataclass(slots=True)
 class Workplace:
     """The hidden folder next to a destination in which its output is built."""
 
-    target: Path
-    folder: Path
-    _lock: int | None = None
-
-    @classmethod
-    def beside(cls, target: Path) -> Workplace:
-        """The workplace of a destination; refuses a path that is too long, or is none.
-
-        What is added to the name for temporary folders must fit, too.
-        """
+    def __init__(self, target: Path) -> None:
+        """Refuse a path that is too long, or is none; names of temporary folders must fit, too."""
         try:
             os.lstat(target.parent / f".{target.name}.reshard-gone-{'0' * 8}")
         except ValueError:  # a null byte, or a character that no path can have
@@ -91,22 +67,19 @@ class Workplace:
                 ) from None
         # A link at the destination itself is kept; links in its parents are resolved.
         is_named = target.name not in ("", "..")
-        target = target.parent.resolve() / target.name if is_named else target.resolve()
-        return cls(target, target.parent / f".{target.name}.reshard-partial")
-
-    @property
-    def data(self) -> Path:
-        return self.folder / "data"
-
-    @property
-    def old(self) -> Path:
+        self.target = target.parent.resolve() / target.name if is_named else target.resolve()
+        self.folder = self.target.parent / f".{self.target.name}.reshard-partial"
+        self.data = self.folder / "data"
+        self.old = self.folder / "old"
         """The old content of the destination, after it was moved aside."""
-        return self.folder / "old"
+        self._gone = f".{self.target.name}.reshard-gone-"
+        """The beginning of the names of folders that wait to be deleted."""
+        self._lock: int | None = None
 
     def check_target(self, overwrite: bool, files: Collection[str]) -> Replaced:
         """Refuse a destination that exists, unless these files may replace a checkpoint there."""
         if not os.path.lexists(self.target):
-            return Replaced(frozenset(), ())
+            return Replaced()
         if not self.target.is_dir():
             raise TargetError(f"{self.target} is not a folder: choose another target")
         if self.target.is_symlink():
@@ -114,7 +87,7 @@ class Workplace:
         if os.path.ismount(self.target):
             raise TargetError(f"{self.target} is a mount point: name a folder in it")
         if not any(self.target.iterdir()):
-            return Replaced(frozenset(), ())
+            return Replaced()
         if not overwrite:
             raise TargetError(
                 f"{self.target} exists: choose another target, or give --overwrite "
@@ -142,12 +115,10 @@ class Workplace:
     def recover(self) -> bool:
         """Do what ``settle`` does, with the lock held; whether the new output is published."""
         state = _publishing(self.folder)
-        if not state:
-            return False
-        if self.target.is_dir() and self.target.stat().st_ino == state["inode"]:
+        if state and self.target.is_dir() and self.target.stat().st_ino == state["inode"]:
             self.finish()
             return True
-        if self.old.exists() and not os.path.lexists(self.target):
+        if state and self.old.exists() and not os.path.lexists(self.target):
             self.old.rename(self.target)
         return False
 
@@ -159,10 +130,8 @@ class Workplace:
 
     def check_room(self, needed: int) -> None:
         """Refuse to begin an output for which the disk has no room."""
-        present = sum(
-            path.stat().st_blocks * 512 for path in self.data.rglob("*") if path.is_file()
-        )
-        free = free_bytes(self.folder)
+        files = (path for path in self.data.rglob("*") if path.is_file())
+        present, free = sum(file.stat().st_blocks * 512 for file in files), free_bytes(self.folder)
         if needed - present > free:
             raise TargetError(
                 f"{format_bytes(needed)} are needed at {self.target.parent} and "
@@ -177,50 +146,39 @@ class Workplace:
     def _take_lock(self) -> None:
         if self.folder.is_symlink() or self.data.is_symlink():
             raise TargetError(f"{self.folder} is a symbolic link: remove it")
-        is_there, why = False, ""
+        path, reason = self.folder / "lock", ""
         for _ in range(5):  # a rank that tests the lock holds it for a moment
             try:
                 self.target.parent.mkdir(parents=True, exist_ok=True)
                 self.folder.mkdir(exist_ok=True)
-                lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            except FileNotFoundError:  # another process removes the folder, or it is in /proc
-                why = os.strerror(errno.ENOENT)
+                lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             except OSError as error:
-                is_there, why = False, error.strerror or ""
-                break
+                reason = error.strerror or str(error)
+                if error.errno != errno.ENOENT:
+                    break  # else another process removes the folder, or it is in /proc
             else:
-                is_there = True
+                reason = ""
                 with suppress(OSError):
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     # Its last holder may have deleted the file, and another one created it again.
-                    if os.path.samestat(os.fstat(lock), (self.folder / "lock").stat()):
+                    if os.path.samestat(os.fstat(lock), path.stat()):
                         self._lock = lock
                         return
                 os.close(lock)
             time.sleep(0.02)
-        if is_there:
-            raise TargetError(
-                f"another conversion is writing {self.target}: wait for it, or end it"
-            )
-        raise TargetError(
-            f"nothing can be written next to {self.target}: {why}: choose another target"
-        )
-
-    @property
-    def _gone(self) -> str:
-        """The prefix of folders that wait to be deleted."""
-        return f".{self.target.name}.reshard-gone-"
+        if reason:
+            text = f"nothing can be written next to {self.target}: {reason}: choose another target"
+        else:
+            text = f"another conversion is writing {self.target}: wait for it, or end it"
+        raise TargetError(text)
 
     def begin_anew(self) -> None:
         """Remove the unknown content of the folder."""
-        self._keep_old()
-        for path in self.folder.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            elif path.name != "lock":
-                path.unlink()
+        if any(path.name != "lock" for path in self.folder.iterdir()):
+            self.discard()
+            self.enter()
 
-    def is_held(self) -> bool:
+    def is_locked(self) -> bool:
         """Whether a process works here; also true if locks do not show it."""
         try:
             with (self.folder / "lock").open("r+b") as lock:
@@ -238,19 +196,15 @@ class Workplace:
     def request(self) -> dict[str, Any] | None:
         """The request of an earlier conversion that did not finish, if there is one."""
         try:
-            found = json.loads((self.folder / "request.json").read_text(encoding="utf-8"))
+            request = json.loads((self.folder / "request.json").read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return request if isinstance(request, dict) else {}
 
     def note_request(self, request: Mapping[str, Any]) -> None:
         replace_file(self.folder / "request.json", json.dumps(request).encode())
-
-    def note_result(self, request: Mapping[str, Any]) -> None:
-        """Record the request in an output without checksums."""
-        replace_file(self.data / REQUEST, json.dumps(request).encode())
 
     def is_result(self, request: Mapping[str, Any], files: Collection[StoredFile]) -> bool:
         """Whether the destination is the result of this request, with all of its files."""
@@ -258,22 +212,21 @@ class Workplace:
             sizes = [(self.target / file.path).stat().st_size for file in files]
             with open_storage(self.target) as storage:
                 sums = load_checksums(storage)
-            text = (self.target / REQUEST).read_text(encoding="utf-8") if sums is None else ""
-            found = json.loads(text) if sums is None else sums.request
+            if sums is not None:
+                recorded = sums.request
+            else:
+                recorded = json.loads((self.target / REQUEST).read_text(encoding="utf-8"))
         except (OSError, ValueError):  # includes damaged checksums
             return False
-        return found == request and sizes == [file.size for file in files]
+        return recorded == request and sizes == [file.size for file in files]
 
     def discard(self) -> None:
         """Remove everything that was built here."""
-        self._keep_old()
-        self._remove()
-
-    def _keep_old(self) -> None:
         if self.old.exists():
             raise UnfinishedError(
                 f"{self.old} holds the old content of {self.target}: move it to a safe place first"
             )
+        self._remove()
 
     def _remove(self) -> None:
         """Rename the folder in one step, then delete it."""
@@ -290,9 +243,8 @@ class Workplace:
 
         Returns the names of other files at the destination, which are kept.
         """
-        is_there = overwrite and os.path.lexists(self.target)
-        replaced = Replaced(frozenset(), ())
-        if is_there:  # it may have changed since the conversion began
+        replaces, replaced = overwrite and os.path.lexists(self.target), Replaced()
+        if replaces:  # it may have changed since the conversion began
             try:
                 replaced = self.check_target(True, files)
             except TargetError as error:
@@ -300,13 +252,13 @@ class Workplace:
         state = {"inode": self.data.stat().st_ino, "belongs": sorted(replaced.belongs)}
         replace_file(self.folder / PUBLISHING, json.dumps(state).encode())
         try:
-            if is_there:  # the owner and permissions of the folder that is replaced
+            if replaces:  # the owner and permissions of the folder that is replaced
                 old = self.target.stat()
                 with suppress(PermissionError):
                     os.chown(self.data, old.st_uid, old.st_gid)
                 self.data.chmod(stat.S_IMODE(old.st_mode))
-            if not (is_there and exchange(self.data, self.target)):
-                if is_there:
+            if not (replaces and exchange(self.data, self.target)):
+                if replaces:
                     self.target.rename(self.old)
                 self.data.rename(self.target)
         except OSError as error:

@@ -2,13 +2,6 @@
 
 Local files are read with ``pread`` and not mapped, because mapped pages count as memory of the
 process.
-
->>> import tempfile
->>> folder = tempfile.mkdtemp()
->>> _ = Path(folder, "a.bin").write_bytes(b"0123456789")
->>> with LocalStorage(folder) as store:
-...     store.list(), bytes(store.read("a.bin", 2, 3))
-((StoredFile(path='a.bin', size=10),), b'234')
 """
 
 from __future__ import annotations
@@ -19,19 +12,18 @@ import stat
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import groupby
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from pathlib import Path
-from typing import Generic, Self, TypeVar
+from typing import Self
 
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.text import quoted
 
 OURS = ".reshard"
-"""Prefix of our own files (locks, journals), which are never part of a checkpoint."""
+"""Prefix of our own files, which are never part of a checkpoint."""
 REQUEST = f"{OURS}-request.json"
 """Names the conversion that wrote a folder without checksums."""
 COMMITTED = "_RESHARD_COMMITTED"
@@ -66,11 +58,7 @@ def plain_path(address: str | Path) -> str:
 
 
 def check_path(path: str) -> str:
-    """Refuse a path that is absolute or leaves the root.
-
-    >>> check_path("mp_rank_00/model.pt")
-    'mp_rank_00/model.pt'
-    """
+    """Refuse a path that is absolute or leaves the root; return any other."""
     parts = path.split("/")
     if "\0" in path or "\\" in path or any(part in ("", ".", "..") for part in parts):
         raise UnsupportedError(
@@ -120,12 +108,12 @@ class Storage(ABC):
         """Fill a buffer from a file; DamageError if the file ends before."""
 
     @abstractmethod
-    def read_many(self, ranges: Sequence[Range]) -> Sequence[bytes]:
-        """Many small ranges; those of a remote storage are requested concurrently."""
-
     def read(self, path: str, offset: int, length: int) -> bytes:
         """Bytes of a file; DamageError, before anything is allocated, if it does not have them."""
-        return self.read_many([(path, offset, length)])[0]
+
+    def read_many(self, ranges: Sequence[Range]) -> Sequence[bytes]:
+        """Many small ranges; those of a remote storage are requested concurrently."""
+        return [self.read(*place) for place in ranges]
 
     def where(self, path: str) -> str:
         """The full path or address of a file, for errors."""
@@ -164,8 +152,6 @@ def blocks(storage: Storage, path: str, start: int, stop: int) -> Iterator[memor
 MAX_OPEN = 128
 """Files that stay open while no thread uses them."""
 
-Key = TypeVar("Key", bound=Hashable)
-
 
 @dataclass(slots=True)
 class OpenFile:
@@ -183,28 +169,28 @@ class OpenFile:
             os.close(self.direct)
 
 
-class OpenFiles(ABC, Generic[Key]):
-    """Files by key, opened when first used; safe to use from several threads."""
+class OpenFiles(ABC):
+    """Files by path, opened when first used; safe to use from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: OrderedDict[Key, OpenFile] = OrderedDict()
+        self._open: OrderedDict[str, OpenFile] = OrderedDict()
 
     @abstractmethod
-    def _open_file(self, key: Key) -> OpenFile:
+    def _open_file(self, path: str) -> OpenFile:
         """Open a file that is not open."""
 
     @contextmanager
-    def using(self, key: Key) -> Iterator[OpenFile]:
+    def using(self, path: str) -> Iterator[OpenFile]:
         """A file that stays open inside the ``with`` block."""
         with self._lock:
-            file = self._open.get(key)
+            file = self._open.get(path)
             if file is None:
-                idle = [key for key, file in self._open.items() if not file.users]
+                idle = [old for old, file in self._open.items() if not file.users]
                 for old in idle[: max(len(self._open) + 1 - MAX_OPEN, 0)]:
                     self._open.pop(old).close()
-                file = self._open[key] = self._open_file(key)
-            self._open.move_to_end(key)
+                file = self._open[path] = self._open_file(path)
+            self._open.move_to_end(path)
             file.users += 1
         try:
             yield file
@@ -222,11 +208,8 @@ class OpenFiles(ABC, Generic[Key]):
 
 MAX_DEPTH = 32
 
-Identity = tuple[int, int, int, int, int]
-"""Device, inode, size, and the times of the last write and the last change of a file."""
 
-
-class LocalStorage(OpenFiles[str], Storage):
+class LocalStorage(OpenFiles, Storage):
     """A local folder, or one local file.
 
     The identity of a file is recorded when it is first listed or opened. A file that has another
@@ -235,10 +218,11 @@ class LocalStorage(OpenFiles[str], Storage):
 
     is_local = True
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, depth: int = MAX_DEPTH) -> None:
+        """Open a folder, of which files are listed down to this depth, or a file."""
         super().__init__()
-        self.root = root.rstrip("/") or root
-        self._identities: dict[str, Identity] = {}
+        self.root, self._depth = root.rstrip("/") or root, depth
+        self._identities: dict[str, tuple[int, ...]] = {}
         path = Path(root)
         try:
             mode = path.stat().st_mode
@@ -255,7 +239,7 @@ class LocalStorage(OpenFiles[str], Storage):
         self._real = os.path.realpath(self._folder)
 
     def _listed(self) -> Iterator[StoredFile]:
-        for path, status in _walk(self._folder, self.root):
+        for path, status in _walk(self._folder, self.root, self._depth):
             self._identities.setdefault(path, _identity(status))
             yield StoredFile(path, status.st_size)
 
@@ -269,7 +253,7 @@ class LocalStorage(OpenFiles[str], Storage):
         Inodes are compared too, but only within this process: on some network file systems they
         differ between machines.
         """
-        found = []
+        versions = []
         for path in paths:
             where = self._folder / check_path(path)
             try:
@@ -277,25 +261,20 @@ class LocalStorage(OpenFiles[str], Storage):
             except OSError as error:
                 raise _unreadable(self.where(path), error) from None
             self._check_same(path, status)
-            found.append(f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}")
-        return found
+            versions.append(f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}")
+        return versions
 
-    def read_many(self, ranges: Sequence[Range]) -> Sequence[bytes]:
-        """Many small ranges; consecutive ranges of one file look it up once."""
-        found: list[bytes] = []
-        for path, some in groupby(ranges, key=itemgetter(0)):
-            with self.using(path) as file:
-                for _, offset, length in some:
-                    self._check_range(path, offset, length, file.size)
-                    data = b""
-                    with suppress(OSError):  # `_fill` raises the error
-                        data = os.pread(file.descriptor, length, offset)
-                    if len(data) < length:
-                        buffer = bytearray(length)
-                        self._fill(file, path, offset, memoryview(buffer))
-                        data = bytes(buffer)
-                    found.append(data)
-        return found
+    def read(self, path: str, offset: int, length: int) -> bytes:
+        with self.using(path) as file:
+            self._check_range(path, offset, length, file.size)
+            data = b""
+            with suppress(OSError):  # `_fill` raises the error
+                data = os.pread(file.descriptor, length, offset)
+            if len(data) < length:
+                buffer = bytearray(length)
+                self._fill(file, path, offset, memoryview(buffer))
+                data = bytes(buffer)
+            return data
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         with self.using(path) as file:
@@ -358,7 +337,8 @@ class LocalStorage(OpenFiles[str], Storage):
             )
 
 
-def _identity(status: os.stat_result) -> Identity:
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    """Device, inode, size, and the times of the last write and the last change of a file."""
     file = status.st_dev, status.st_ino, status.st_size
     return *file, status.st_mtime_ns, status.st_ctime_ns
 
@@ -375,7 +355,29 @@ def _reason(error: OSError) -> str:
     return f"{error.strerror}{': check its permissions' if is_denied else ''}"
 
 
-def file_status(entry: os.DirEntry[str]) -> os.stat_result | None:
+def _walk(folder: Path, root: str, depth: int) -> Iterator[tuple[str, os.stat_result]]:
+    """Regular files of a folder and its subfolders; links to folders are not followed."""
+    pending, count = [(folder, "", depth)], 0
+    while pending:
+        here, prefix, left = pending.pop()
+        try:
+            entries = list(os.scandir(here))
+        except OSError as error:
+            raise CheckpointError(f"{here} cannot be listed: {_reason(error)}") from None
+        for entry in entries:
+            count += 1
+            if entry.is_dir(follow_symlinks=False):
+                if not entry.name.startswith(".") and left:
+                    pending.append((Path(entry.path), f"{prefix}{entry.name}/", left - 1))
+            elif not entry.name.startswith(OURS) and (status := _file_status(entry)):
+                yield prefix + entry.name, status
+        if count > MAX_FILES:
+            raise CheckpointError(
+                f"{root} holds more than {MAX_FILES} files: name the folder of one checkpoint"
+            )
+
+
+def _file_status(entry: os.DirEntry[str]) -> os.stat_result | None:
     """The status of a regular file, or of one that a link leads to; None for anything else."""
     try:
         status = entry.stat()
@@ -385,25 +387,3 @@ def file_status(entry: os.DirEntry[str]) -> os.stat_result | None:
             return None
         raise CheckpointError(f"{entry.path} cannot be read: {_reason(error)}") from None
     return status if stat.S_ISREG(status.st_mode) else None
-
-
-def _walk(folder: Path, root: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Regular files of a folder and its subfolders; links to folders are not followed."""
-    pending, count = [(folder, "", 0)], 0
-    while pending:
-        here, prefix, depth = pending.pop()
-        try:
-            entries = list(os.scandir(here))
-        except OSError as error:
-            raise CheckpointError(f"{here} cannot be listed: {_reason(error)}") from None
-        for entry in entries:
-            count += 1
-            if entry.is_dir(follow_symlinks=False):
-                if not entry.name.startswith(".") and depth < MAX_DEPTH:
-                    pending.append((Path(entry.path), f"{prefix}{entry.name}/", depth + 1))
-            elif not entry.name.startswith(OURS) and (status := file_status(entry)):
-                yield prefix + entry.name, status
-        if count > MAX_FILES:
-            raise CheckpointError(
-                f"{root} holds more than {MAX_FILES} files: name the folder of one checkpoint"
-            )

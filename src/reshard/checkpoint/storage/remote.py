@@ -47,52 +47,51 @@ class RemoteStorage(Storage):
             self._base, _, self.only = self._base.rpartition("/")
 
     def _listed(self) -> Iterator[StoredFile]:
-        found = self._call(self.root, "find", self._base, detail=True)
-        if len(found) > MAX_FILES:
+        infos = self._infos()
+        if len(infos) > MAX_FILES:
             raise CheckpointError(
-                f"{self.root} holds {len(found)} files, at most {MAX_FILES} are read: "
+                f"{self.root} holds {len(infos)} files, at most {MAX_FILES} are read: "
                 "name the folder of one checkpoint"
             )
-        for name, info in found.items():
-            path = _below(self._base, name)
+        for path, info in infos.items():
             *folders, last = path.split("/")
             if path and not last.startswith(OURS) and not any(f.startswith(".") for f in folders):
                 yield StoredFile(path, self._record_size(path, info))
 
     def size(self, path: str) -> int:
-        if (known := self._sizes.get(path)) is not None:
-            return known
-        return self._record_size(path, self._info(path))
+        if path not in self._sizes:
+            self._record_size(path, self._info(path))
+        return self._sizes[path]
 
     def versions(self, paths: Sequence[str]) -> Sequence[str | None]:
         self._files.invalidate_cache()
-        found = {} if self.is_file else self._call(self.root, "find", self._base, detail=True)
-        listed = {_below(self._base, name): _version(info) for name, info in found.items()}
-        unknown = [path for path in paths if listed.get(path) is None]
-        infos = self._concurrently(self._info, unknown)
-        listed |= {path: _version(info) for path, info in zip(unknown, infos, strict=True)}
-        return [listed[path] for path in paths]
+        infos = {} if self.is_file else self._infos()
+        versions = {path: _version(info) for path, info in infos.items()}
+        unknown = [path for path in paths if versions.get(path) is None]
+        infos = dict(zip(unknown, self._concurrently(self._info, unknown), strict=True))
+        versions |= {path: _version(info) for path, info in infos.items()}
+        return [versions[path] for path in paths]
 
     def read_many(self, ranges: Sequence[Range]) -> Sequence[bytes]:
-        return self._concurrently(lambda wanted: self._read(*wanted), ranges)
+        return self._concurrently(lambda place: self.read(*place), ranges)
 
-    def _read(self, path: str, offset: int, length: int) -> bytes:
+    def read(self, path: str, offset: int, length: int) -> bytes:
         self._check_range(path, offset, length, self.size(path))
         if not length:
             return b""
         where, end = self.where(path), offset + length
-        found: bytes = self._call(where, "cat_file", self._full(path), start=offset, end=end)
-        if len(found) > length:
+        data: bytes = self._call(where, "cat_file", self._full(path), start=offset, end=end)
+        if len(data) > length:
             raise CheckpointError(
-                f"{where}: {length} bytes from {offset} were requested and {len(found)} were "
+                f"{where}: {length} bytes from {offset} were requested and {len(data)} were "
                 "received: the server does not serve byte ranges; copy the checkpoint here first"
             )
-        if len(found) < length:
+        if len(data) < length:
             raise DamageError(
-                f"{where}: bytes {offset} to {end} are needed and only {len(found)} came: it is "
+                f"{where}: bytes {offset} to {end} are needed and only {len(data)} came: it is "
                 "truncated"
             )
-        return found
+        return data
 
     def _concurrently(
         self, request: Callable[[Item], Result], items: Sequence[Item]
@@ -100,13 +99,18 @@ class RemoteStorage(Storage):
         from concurrent.futures import ThreadPoolExecutor
 
         if len(items) < 2:
-            return [request(item) for item in items]
+            return [*map(request, items)]
         with ThreadPoolExecutor(min(len(items), MAX_REQUESTS)) as pool:
             return [*pool.map(request, items)]
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         flat = buffer.cast("B")
         flat[:] = self.read(path, offset, len(flat))
+
+    def _infos(self) -> dict[str, Any]:
+        """What the server reports of every file below the folder."""
+        infos = self._call(self.root, "find", self._base, detail=True)
+        return {_below(self._base, name): info for name, info in infos.items()}
 
     def _info(self, path: str) -> Any:
         return self._call(self.where(path), "info", self._full(path))
@@ -130,8 +134,7 @@ class RemoteStorage(Storage):
         except FileNotFoundError:
             raise DamageError(f"{where} does not exist: check the address") from None
         except Exception as error:
-            kind = type(error).__name__
-            raise CheckpointError(f"{where}: {method} failed: {kind}: {_one_line(error)}") from None
+            raise CheckpointError(f"{where}: {method} failed: {_reason(error)}") from None
 
 
 class RemoteTarget:
@@ -146,17 +149,11 @@ class RemoteTarget:
         self._files, self._base = _connect(self.address)
         self._marker = f"{self._base}/{COMMITTED}"
 
-    def check_absent(self, source: str, overwrite: bool) -> None:
-        """Refuse the source's address, or one at which something is: it cannot be replaced."""
-        mine, other = f"{self.address}/", f"{source.rstrip('/')}/"
-        if mine.startswith(other) or other.startswith(mine):
-            raise TargetError(
-                f"the destination {self.address} and the source {source} are the same or contain "
-                "each other: choose a destination outside of the source"
-            )
-        if not self._ask("exists", self._base) or not self._ask("find", self._base):
+    def check_absent(self, overwrite: bool) -> None:
+        """Refuse an address at which something is: it cannot be replaced."""
+        if not self._call("exists", self._base) or not self._call("find", self._base):
             return
-        if self._ask("exists", self._marker) or not overwrite:
+        if self._call("exists", self._marker) or not overwrite:
             raise TargetError(
                 f"{self.address} exists, and an object store cannot exchange it in one step: "
                 "remove it first, or choose another address"
@@ -164,18 +161,18 @@ class RemoteTarget:
 
     def is_result(self, request: Mapping[str, Any]) -> bool:
         """Whether the address holds the result of this very conversion."""
-        if not self._ask("exists", self._marker):
+        if not self._call("exists", self._marker):
             return False
         try:
-            found = json.loads(self._ask("cat_file", self._marker))
+            committed = json.loads(self._call("cat_file", self._marker))
         except (ValueError, RecursionError):
             return False
-        return isinstance(found, dict) and found.get("request") == request
+        return isinstance(committed, dict) and committed.get("request") == request
 
     def upload(self, folder: Path, paths: Sequence[str], request: Mapping[str, Any]) -> None:
         """Upload these files of a folder, compare their sizes, and commit."""
         sizes = {path: (folder / path).stat().st_size for path in paths}
-        there = self._ask("find", self._base) if self._ask("exists", self._base) else []
+        there = self._call("find", self._base) if self._call("exists", self._base) else []
         names = {_below(self._base, name) for name in there}
         if foreign := sorted(names - {*paths, COMMITTED}):  # would be read together with ours
             raise UnfinishedError(
@@ -183,23 +180,23 @@ class RemoteTarget:
                 "and give --resume"
             )
         for path, size in sizes.items():
-            self._ask("put_file", str(folder / path), f"{self._base}/{path}")
-            found = self._ask("size", f"{self._base}/{path}")
-            if found != size:
+            self._call("put_file", str(folder / path), f"{self._base}/{path}")
+            received = self._call("size", f"{self._base}/{path}")
+            if received != size:
                 raise UnfinishedError(
-                    f"{self.address}/{path} has {found} bytes and {size} were sent; "
+                    f"{self.address}/{path} has {received} bytes and {size} were sent; "
                     "--resume sends it again"
                 )
         text = json.dumps({"reshard": 1, "files": sizes, "request": request}).encode()
-        self._ask("pipe_file", self._marker, text)
+        self._call("pipe_file", self._marker, text)
 
-    def _ask(self, method: str, *arguments: object) -> Any:
+    def _call(self, method: str, *arguments: object) -> Any:
         """Call fsspec, whose implementations raise whatever their client library raises."""
         try:
             return getattr(self._files, method)(*arguments)
         except Exception as error:
-            reason = f"{type(error).__name__}: {_one_line(error)}"
-            if method in ("exists", "find"):  # asked before anything is done
+            reason = _reason(error)
+            if method in ("exists", "find"):  # called before anything is done
                 raise TargetError(f"{self.address} cannot be written: {reason}") from None
             raise UnfinishedError(
                 f"{self.address}: {method} failed: {reason}; --resume tries again"
@@ -217,7 +214,8 @@ def _connect(address: str) -> tuple[Any, str]:
 
         files, base = url_to_fs(address)
     except (ImportError, ValueError) as error:
-        raise CheckpointError(f"{address} cannot be reached: {_one_line(error)}") from None
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{address} cannot be reached: {reason}") from None
     return files, str(base).rstrip("/")
 
 
@@ -227,5 +225,6 @@ def _version(info: Mapping[str, Any]) -> str | None:
     return f"{info.get('size')} {reported}" if reported else None
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+def _reason(error: Exception) -> str:
+    """The type and the text of an error, on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())

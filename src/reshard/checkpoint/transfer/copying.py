@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -18,12 +19,11 @@ from reshard.checkpoint.output import OutputTensor
 from reshard.checkpoint.piece_table import PieceTable
 from reshard.checkpoint.storage.local import StoredFile
 from reshard.checkpoint.storage.output_files import BLOCK, OutputFiles
-from reshard.checkpoint.transfer.packing import CELLS, Pack, Placed, batches, joined_writes
+from reshard.checkpoint.transfer.packing import CELLS, Pack, Read, Write, batches, joined_writes
 from reshard.checkpoint.transfer.transfers import CopyChunk, Transfer
 from reshard.checkpoint.transfer.windows import (
     Buffers,
     Source,
-    SourceReads,
     collector_paused,
     compare,
     fill,
@@ -97,39 +97,43 @@ class Copier:
     compare_replicas: bool = True
 
     def copy(self, chunk: CopyChunk, buffers: Buffers) -> Done:
-        done, room = Done(chunk.number), buffers.num_bytes
-        small = [which for which, _ in chunk.windows if self.transfers[which].is_packed(room)]
-        for pack in batches(small, lambda which: self.transfers[which].most_bytes, room):
-            self._copy_pack(pack, buffers, done)
+        done, limit, small = Done(chunk.number), buffers.num_bytes, list[int]()
+        read = partial(self.source.read_into, crcs=done.crcs)
         for which, window in chunk.windows:
-            if not self.transfers[which].is_packed(room):
-                self._copy_window(which, window, buffers, done)
+            if self.transfers[which].is_packed(limit):
+                small.append(which)
+            else:
+                self._copy_window(which, window, buffers, done, read)
+        for numbers in batches(small, lambda which: self.transfers[which].most_bytes, limit):
+            self._copy_pack(numbers, buffers, done, read)
         return done
 
     @collector_paused()
-    def _copy_pack(self, numbers: Sequence[int], buffers: Buffers, done: Done) -> None:
+    def _copy_pack(self, numbers: Sequence[int], buffers: Buffers, done: Done, read: Read) -> None:
         """Copy whole small tensors together."""
         transfers = [self.transfers[which] for which in numbers]
-        pack = Pack.of(_tensors(t.stored for t in transfers), buffers.window)
-        pack.read(buffers.scratch, SourceReads(self.source, done.crcs))
+        pack = Pack(_tensors(one.stored for one in transfers), buffers.window)
+        pack.read(buffers.scratch, read)
         if any(transfer.have != transfer.want for transfer in transfers):
             pack = _cast_pack(pack, transfers, buffers)
         if self.checksums:
             done.parts.update(dict(zip(numbers, pack.digests(), strict=True)))
-        for one in joined_writes(_placed(pack, transfers)):
-            done.write(self.target, one.file, one.offset, memoryview(one.data), self.checksums)
+        for file, offset, data in joined_writes(_writes(pack, transfers)):
+            done.write(self.target, file, offset, memoryview(data), self.checksums)
 
-    def _copy_window(self, which: int, window: Box, buffers: Buffers, done: Done) -> None:
-        transfer, reads = self.transfers[which], SourceReads(self.source, done.crcs)
-        written, width, lead = transfer.destination.within(window), itemsize(transfer.want), 0
+    def _copy_window(
+        self, which: int, window: Box, buffers: Buffers, done: Done, read: Read
+    ) -> None:
+        transfer, lead = self.transfers[which], 0
+        written, width = transfer.destination.within(window), itemsize(transfer.want)
         if len(written):  # what is written directly has the same alignment as in its file
             strides = np.array(row_major(window.shape), dtype=np.int64)
             place = int(((written.starts[0] - window.start) * strides).sum())
             lead = _lead(int(written.offsets[0]) - place * width, width)
         casts = transfer.have != transfer.want
-        array = fill(transfer, window, buffers, reads, 0 if casts else lead)
+        array = fill(transfer, window, buffers, read, 0 if casts else lead)
         if self.compare_replicas:
-            compare(transfer, window, array, buffers, reads)
+            compare(transfer, window, array, buffers, read, self.source.name)
         if casts:
             stored = array
             array = shaped(buffers.cast[lead:], window, width)
@@ -155,16 +159,14 @@ def _lead(offset: int, size: int) -> int:
     return lead if lead % size == 0 else 0
 
 
-def _tensors(held: Iterable[PieceTable | StoredTensor]) -> list[StoredTensor]:
-    """What is held, for tensors that are packed: no tables."""
-    found = [*held]
-    assert all(isinstance(one, StoredTensor) for one in found)
-    return cast(list[StoredTensor], found)
+def _tensors(stored: Iterable[PieceTable | StoredTensor]) -> list[StoredTensor]:
+    """Those of tensors that are packed, which are no tables."""
+    return [one for one in stored if isinstance(one, StoredTensor)]
 
 
 def _cast_pack(pack: Pack, transfers: Sequence[Transfer], buffers: Buffers) -> Pack:
     """The pack in the dtypes of the output."""
-    result = Pack.of(_tensors(t.written for t in transfers), buffers.cast)
+    result = Pack(_tensors(t.written for t in transfers), buffers.cast)
     kinds = groupby(range(len(transfers)), key=lambda n: (transfers[n].have, transfers[n].want))
     for (have, want), group in kinds:
         numbers = [*group]
@@ -180,18 +182,18 @@ def _cast_pack(pack: Pack, transfers: Sequence[Transfer], buffers: Buffers) -> P
     return result
 
 
-def _placed(pack: Pack, transfers: Sequence[Transfer]) -> Iterator[Placed]:
+def _writes(pack: Pack, transfers: Sequence[Transfer]) -> Iterator[Write]:
     """All writes of a pack in the order of the files: boxes, with the bytes around them."""
-    places = [one.written for one in transfers if isinstance(one.written, OutputTensor)]
+    tensors = [one.written for one in transfers if isinstance(one.written, OutputTensor)]
     order = [
         (piece.file, piece.offset, number, which)
-        for number, held in enumerate(places)
-        for which, piece in enumerate(held.pieces)
+        for number, tensor in enumerate(tensors)
+        for which, piece in enumerate(tensor.pieces)
     ]
     for file, offset, number, which in sorted(order):
-        held = places[number]
-        data = pack.bytes_of(number, held.pieces[which].box)
-        if held.around:
-            head, tail = held.around[which]
+        tensor = tensors[number]
+        data = pack.bytes_of(number, tensor.pieces[which].box)
+        if tensor.around:
+            head, tail = tensor.around[which]
             offset, data = offset - len(head), b"".join((head, data, tail))
-        yield Placed(file, offset, data)
+        yield file, offset, data

@@ -31,7 +31,7 @@ from reshard.checkpoint.integrity.checksums import (
 )
 from reshard.checkpoint.piece_table import slabs
 from reshard.checkpoint.storage.local import Storage
-from reshard.checkpoint.transfer.packing import SMALL, Pack, batches, tiles
+from reshard.checkpoint.transfer.packing import Pack, batches, is_small
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.checkpoint.transfer.windows import (
     Array,
@@ -82,9 +82,9 @@ def check_outside_tensors(
 
     def check(task: tuple[str, ChunkSum], _: None) -> None:
         path, chunk = task
-        found = sum_of(storage, path, chunk.start, chunk.stop)
-        if found != chunk.sum:
-            raise DamageError(damage(f"{storage.root}/{path}", chunk, found))
+        now = sum_of(storage, path, chunk.start, chunk.stop)
+        if now != chunk.sum:
+            raise DamageError(damage(f"{storage.root}/{path}", chunk, now))
 
     for _ in in_order(check, _chunks_outside(catalog, sums), workers):
         pass
@@ -94,32 +94,26 @@ def wrong_sizes(storage: Storage, sums: Checksums) -> Iterator[tuple[str, int | 
     """Files that are missing or not as long as they were written: path, size, message."""
     present = {file.path: file.size for file in storage.list()}
     for path, file in sums.files.items():
-        found = present.get(path)
-        where = f"{storage.root}/{path}"
-        if found is None:
+        size, where = present.get(path), f"{storage.root}/{path}"
+        if size is None:
             message = f"is missing: it was written with {file.size} bytes"
             yield path, None, f"{where} {message}; if it is not wanted, delete {SIDECAR}"
-        elif found != file.size:
-            message = f"has {found} bytes and was written with {file.size}"
-            yield path, found, f"{where} {message}: restore it from a copy"
+        elif size != file.size:
+            message = f"has {size} bytes and was written with {file.size}"
+            yield path, size, f"{where} {message}: restore it from a copy"
 
 
 def _chunks_outside(catalog: Catalog, sums: Checksums) -> Iterator[tuple[str, ChunkSum]]:
     """The chunks without a byte of a tensor."""
-    pieces: dict[str, list[tuple[int, int]]] = {}
+    inside = {path: set[int]() for path in sums.files}
     for tensor in catalog.tensors.values():
         for piece in tensor.pieces:
             path = catalog.files[piece.file].path
-            pieces.setdefault(path, []).append(piece.span(tensor.dtype))
+            if path in inside:
+                inside[path].update(sums.files[path].touching(*piece.span(tensor.dtype)))
     for path, file in sums.files.items():
-        spans = np.array(sorted(pieces.get(path, ())), dtype=np.int64).reshape(-1, 2)
-        # The furthest end of each piece and all before it, as pieces may overlap.
-        starts, furthest = spans[:, 0], np.maximum.accumulate(spans[:, 1])
-        for index in range(len(file.ends)):
-            chunk = file.chunk(index)
-            last = int(np.searchsorted(starts, chunk.stop)) - 1
-            if last < 0 or furthest[last] <= chunk.start:
-                yield path, chunk
+        outside = set(range(len(file.ends))) - inside[path]
+        yield from ((path, file.chunk(index)) for index in sorted(outside))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +135,10 @@ class Problem:
 Tell = Callable[[Problem], None]
 
 
-def attempt(work: Callable[..., Result], *given: Any) -> Result | CheckpointError:
+def attempt(work: Callable[..., Result], *arguments: Any) -> Result | CheckpointError:
     """The result of a call, or the error that it raises, which is going to be a problem."""
     try:
-        return work(*given)
+        return work(*arguments)
     except CheckpointError as error:
         return error
 
@@ -175,15 +169,15 @@ class StoredReader:
 
     def read(self, box: Box, buffers: Buffers) -> Array:
         """A box, as unsigned integers of the size of its elements; valid until the next read."""
-        return fill(self._transfer, box, buffers, self.source)
+        return fill(self._transfer, box, buffers, self.source.read_into)
 
     def place(self, index: tuple[int, ...]) -> tuple[str, int]:
         """The file that holds an element, and the byte at which it begins."""
         box = Box(index, tuple(at + 1 for at in index))
-        held = self._transfer.source.within(box)
-        if not len(held):
+        piece = self._transfer.source.within(box)
+        if not len(piece):
             return "(padding)", 0
-        return self.source.name(int(held.files[0])), int(held.offsets[0])
+        return self.source.name(int(piece.files[0])), int(piece.offsets[0])
 
     def digest(self, box: Box, buffers: Buffers, tell: Tell) -> int:
         """The digest value of a box; ``tell`` gets other stored copies of it that differ."""
@@ -191,7 +185,7 @@ class StoredReader:
             return 0
         array, name, dtype = self.read(box, buffers), self.tensor.name, self.tensor.dtype
         value = digest.part(array, box, self.tensor.shape, dtype)
-        unequal = unequal_replicas(self._transfer, box, array, buffers, self.source)
+        unequal = unequal_replicas(self._transfer, box, array, buffers, self.source.read_into)
         for where, file, apart in unequal:
             at = np.unravel_index(int(apart.argmax()), apart.shape) if apart.ndim else ()
             first = tuple(int(index) + low for index, low in zip(at, where.start, strict=True))
@@ -210,6 +204,7 @@ class _Digesting(NamedTuple):
     """A box of one tensor, or a pack of small tensors, to be read and digested at a time."""
 
     tensors: Sequence[StoredTensor]
+    num_bytes: int
     reader: StoredReader | None = None
     box: Box = Box((), ())
 
@@ -225,16 +220,14 @@ def digests_of(
     values: dict[str, int | None] = {}
 
     def alone(tensor: StoredTensor, buffers: Buffers) -> int:
-        reader = StoredReader(source, tensor)
-        boxes = reader.boxes(budget.window)
-        return digest.combine(reader.digest(box, buffers, tell) for box in boxes)
+        return StoredReader(source, tensor).digest(Box.whole(tensor.shape), buffers, tell)
 
     def work(task: _Digesting, buffers: Buffers) -> Sequence[int | CheckpointError]:
         if task.reader is not None:
             return [attempt(task.reader.digest, task.box, buffers, tell)]
         try:
-            pack = Pack.of(task.tensors, buffers.window)
-            pack.read(buffers.scratch, source)
+            pack = Pack(task.tensors, buffers.window)
+            pack.read(buffers.scratch, source.read_into)
             return pack.digests()
         except CheckpointError:  # its tensors are read one by one, to name the bad one
             return [attempt(alone, tensor, buffers) for tensor in task.tensors]
@@ -242,10 +235,7 @@ def digests_of(
     make = partial(Buffers.of, budget.window, casts=False)
     tasks = _tasks(source, tensors, budget.window, tell)
     for task, results in in_order(work, tasks, budget.workers, make):
-        if task.reader is not None:
-            progress(task.box.size * itemsize(task.tensors[0].dtype))
-        else:
-            progress(sum(tensor.num_bytes for tensor in task.tensors))
+        progress(task.num_bytes)
         for tensor, result in zip(task.tensors, results, strict=True):
             value = values.setdefault(tensor.name, 0)
             if value is None:  # after a part that could not be read
@@ -269,14 +259,15 @@ def _tasks(
     """The boxes of large tensors, each at most as large as a window, then small ones in packs."""
     small: list[StoredTensor] = []
     for tensor in tensors:
-        if 0 < tensor.num_bytes <= min(SMALL, window) and tiles(tensor.shape, tensor.pieces):
+        if tensor.num_bytes <= window and is_small(tensor):
             small.append(tensor)
             continue
         try:
             reader = StoredReader(source, tensor)
-            if tensor.num_bytes == 0:  # an empty tensor has a digest too
-                yield _Digesting([tensor], reader, Box.whole(tensor.shape))
-            yield from (_Digesting([tensor], reader, box) for box in reader.boxes(window))
+            # An empty tensor has a digest, too.
+            for box in reader.boxes(window) if tensor.num_bytes else [Box.whole(tensor.shape)]:
+                yield _Digesting([tensor], box.size * itemsize(tensor.dtype), reader, box)
         except CheckpointError as error:
             tell(Problem("unreadable", f"{source.storage.root}: {error}", tensor.name))
-    yield from map(_Digesting, batches(small, attrgetter("num_bytes"), window))
+    for some in batches(small, attrgetter("num_bytes"), window):
+        yield _Digesting(some, sum(tensor.num_bytes for tensor in some))

@@ -11,24 +11,22 @@ one after the other in memory, row-major, without gaps:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from reshard.checkpoint.catalog import StoredPiece, StoredTensor
 from reshard.checkpoint.integrity import digest
+from reshard.checkpoint.piece_table import PieceTable, extents
 from reshard.dtypes import itemsize
 from reshard.layout.box import Box, row_major
 
 SMALL = 64 << 10
-"""Bytes of the largest tensor that is packed."""
+"""Bytes of the largest tensor that is packed, and of the longest range of a file for a piece."""
 GAP = 4096
 """Gaps in a file of up to this many bytes are read and thrown away, which beats a second read."""
-ALONE = 64 << 10
-"""Runs of at least this many bytes are read one by one, into their place."""
 LONGEST = 4 << 20
 """The most bytes of one write, which has one checksum."""
 AT_ONCE = 1 << 16
@@ -39,52 +37,28 @@ Item = TypeVar("Item")
 Array = np.ndarray[Any, Any]
 CELLS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 """The numpy type that copies elements of a size; numpy has no integers of 16 bytes."""
+Read = Callable[[int, int, memoryview], None]
+"""Fills a buffer with bytes of a file, from an offset on."""
+Write = tuple[int, int, bytes | memoryview]
+"""A file, an offset, and the bytes to be written there."""
 
 
-class Reads(Protocol):
-    """Where tensors are read from."""
-
-    def read_into(self, file: int, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer with bytes of a file."""
-
-    def name(self, file: int) -> str:
-        """The path of a file, for errors."""
-
-
-class Placed(NamedTuple):
-    """Bytes to be written, and their place in a file."""
+class _Range(NamedTuple):
+    """The range of a file that holds a piece of one of the tensors of a pack."""
 
     file: int
-    offset: int
-    data: bytes | memoryview
-
-
-class _Run(NamedTuple):
-    """A range of a file, and its place in a pack."""
-
-    file: int
-    offset: int
-    size: int
-    place: int
+    start: int
+    stop: int
+    place: int | None
+    """The byte of the pack at which the piece begins, if it is one run there and in the file."""
     tensor: int
-    """The tensor and the piece of a box that is not one run of bytes; else -1 and None."""
-    piece: StoredPiece | None
-
-    @property
-    def stop(self) -> int:
-        return self.offset + self.size
+    piece: StoredPiece
 
 
 def tiles(shape: tuple[int, ...], pieces: Sequence[StoredPiece]) -> bool:
     """Whether pieces tile a tensor, as far as is seen at once: one piece, or a row along one dim.
 
     If this is False they may tile it in another way: ``layout.coverage`` decides.
-
-    >>> from reshard.layout.box import Box
-    >>> halves = [StoredPiece(Box((0, 0), (4, 1)), 0, 0, (1, 1)),
-    ...           StoredPiece(Box((0, 1), (4, 2)), 0, 4, (1, 1))]
-    >>> tiles((4, 2), halves), tiles((4, 2), halves[:1]), tiles((4, 2), [*halves, halves[0]])
-    (True, False, False)
     """
     if len(pieces) == 1:
         box = pieces[0].box
@@ -106,6 +80,19 @@ def tiles(shape: tuple[int, ...], pieces: Sequence[StoredPiece]) -> bool:
     return end == shape[dim]
 
 
+def is_small(tensor: StoredTensor) -> bool:
+    """Whether a tensor can be packed: pieces that tile it are in short ranges of their files."""
+    if not 0 < tensor.num_bytes <= SMALL or not tiles(tensor.shape, tensor.pieces):
+        return False
+    spans = (piece.span(tensor.dtype) for piece in tensor.pieces)
+    return _is_run(tensor) or all(stop - start <= SMALL for start, stop in spans)
+
+
+def _is_run(tensor: StoredTensor) -> bool:
+    """Whether a tensor is one run of bytes of a file, as most are."""
+    return len(tensor.pieces) == 1 and tensor.pieces[0].strides == _strides(tensor.shape)
+
+
 def batches(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
     """Consecutive items whose sizes add up to at most the limit; a larger item is alone.
 
@@ -124,60 +111,50 @@ def batches(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> I
         yield some
 
 
-@dataclass(frozen=True, slots=True)
 class Pack:
     """Small tensors, one after the other in a buffer."""
 
-    tensors: Sequence[StoredTensor]
-    """Each of which its pieces tile."""
-    buffer: Array
-    """At least as many bytes as all tensors together have."""
-    starts: Sequence[int]
-    """The offset of each tensor, and the end of the last one."""
+    def __init__(self, tensors: Sequence[StoredTensor], buffer: Array) -> None:
+        """Tensors that their pieces tile, and a buffer for all of their bytes."""
+        self.tensors, self.buffer = tensors, buffer
+        self.starts = [*accumulate((tensor.num_bytes for tensor in tensors), initial=0)]
+        """The offset of each tensor, and the end of the last one."""
 
-    @classmethod
-    def of(cls, tensors: Sequence[StoredTensor], buffer: Array) -> Pack:
-        sizes = (tensor.num_bytes for tensor in tensors)
-        return cls(tensors, buffer, [*accumulate(sizes, initial=0)])
-
-    def read(self, scratch: Array, reads: Reads) -> None:
+    def read(self, scratch: Array, read: Read) -> None:
         """Fill the buffer from files, in ranges no longer than ``scratch``."""
-        memory, spare = self.buffer.data, scratch.data
-        rising = sorted(self._runs(), key=lambda run: run[:2])
-        for runs in _spans(_merged(rising), len(scratch)):
-            first, stop = runs[0], max(run.stop for run in runs)
-            if len(runs) == 1 and first.piece is None:
-                place = memory[first.place : first.place + first.size]
-                reads.read_into(first.file, first.offset, place)
-                continue
-            reads.read_into(first.file, first.offset, spare[: stop - first.offset])
-            for run in runs:
-                at = run.offset - first.offset
-                if run.piece is None:
-                    memory[run.place : run.place + run.size] = spare[at : at + run.size]
-                else:
-                    box, into = run.piece.box, self.array(run.tensor)
-                    strides = [stride * into.itemsize for stride in run.piece.strides]
-                    stored: Array = np.ndarray(box.shape, into.dtype, spare, at, strides)
-                    into[_inside(box)] = stored
+        memory, spare, ranges = self.buffer.data, scratch.data, [*self._ranges()]
+        files, starts, stops = np.array([one[:3] for one in ranges], np.int64).reshape(-1, 3).T
+        sizes = (stops - starts)[:, np.newaxis]
+        none, one = np.zeros_like(sizes), np.ones_like(sizes)
+        table = PieceTable(1, none, sizes, files, starts, one)
+        for extent in extents(table, GAP, len(scratch)):
+            read(extent.file, extent.start, spare[: extent.num_bytes])
+            for row in extent.rows.tolist():
+                _, start, stop, place, number, piece = ranges[row]
+                at = start - extent.start
+                if place is not None:
+                    memory[place : place + stop - start] = spare[at : at + stop - start]
+                    continue
+                array, box = self.array(number), piece.box
+                strides = [stride * array.itemsize for stride in piece.strides]
+                stored: Array = np.ndarray(box.shape, array.dtype, spare, at, strides)
+                array[within(box.start, box.stop)] = stored
 
-    def _runs(self) -> Iterator[_Run]:
-        for number, (tensor, (start, stop)) in enumerate(
+    def _ranges(self) -> Iterator[_Range]:
+        for number, (tensor, (begin, end)) in enumerate(
             zip(self.tensors, pairwise(self.starts), strict=True)
         ):
-            first = tensor.pieces[0]
-            if len(tensor.pieces) == 1 and first.strides == _strides(tensor.shape):
-                yield _Run(first.file, first.offset, stop - start, start, -1, None)
+            if _is_run(tensor):
+                [piece] = tensor.pieces
+                stop = piece.offset + end - begin
+                yield _Range(piece.file, piece.offset, stop, begin, number, piece)
                 continue
             width = itemsize(tensor.dtype)
             for piece in tensor.pieces:
-                place = place_in(tensor.shape, piece.box)
-                if place is not None and piece.is_contiguous:
-                    size, at = piece.box.size * width, start + place * width
-                    yield _Run(piece.file, piece.offset, size, at, -1, None)
-                elif piece.box.size:
-                    low, high = piece.span(tensor.dtype)
-                    yield _Run(piece.file, low, high - low, 0, number, piece)
+                if piece.box.size:
+                    index = place_in(tensor.shape, piece.box) if piece.is_contiguous else None
+                    place = None if index is None else begin + index * width
+                    yield _Range(piece.file, *piece.span(tensor.dtype), place, number, piece)
 
     def array(self, number: int) -> Array:
         tensor = self.tensors[number]
@@ -189,7 +166,7 @@ class Pack:
         tensor = self.tensors[number]
         place = place_in(tensor.shape, box)
         if place is None:
-            part: bytes = self.array(number)[_inside(box)].tobytes()
+            part: bytes = self.array(number)[within(box.start, box.stop)].tobytes()
             return part
         width = itemsize(tensor.dtype)
         at = self.starts[number] + place * width
@@ -213,20 +190,19 @@ class Pack:
         return values
 
 
-def joined_writes(placed: Iterable[Placed]) -> Iterator[Placed]:
+def joined_writes(writes: Iterable[Write]) -> Iterator[Write]:
     """Join adjacent writes, which come in the order of the files, into long ones."""
     parts: list[bytes | memoryview] = []
-    file, start, end = -1, 0, 0
-    for one in placed:
-        size = len(one.data)
-        if (one.file, one.offset) != (file, end) or end + size - start > LONGEST:
+    number, start, end = -1, 0, 0
+    for file, offset, data in writes:
+        if (file, offset) != (number, end) or end + len(data) - start > LONGEST:
             if parts:
-                yield Placed(file, start, b"".join(parts))
-            parts, file, start, end = [], one.file, one.offset, one.offset
-        parts.append(one.data)
-        end += size
+                yield number, start, b"".join(parts)
+            parts, number, start, end = [], file, offset, offset
+        parts.append(data)
+        end += len(data)
     if parts:
-        yield Placed(file, start, b"".join(parts))
+        yield number, start, b"".join(parts)
 
 
 @lru_cache(maxsize=4096)
@@ -248,39 +224,8 @@ def place_in(shape: tuple[int, ...], box: Box) -> int | None:
 _strides = lru_cache(maxsize=4096)(row_major)
 
 
-def _merged(runs: Iterable[_Run]) -> Iterator[_Run]:
-    """Join runs that are adjacent both in the file and in the pack."""
-    first: _Run | None = None
-    size = 0
-    for run in runs:
-        if first is not None and run.piece is None is first.piece:
-            follows = run.offset == first.offset + size and run.place == first.place + size
-            if follows and run.file == first.file:
-                size += run.size
-                continue
-        if first is not None:
-            yield first._replace(size=size)
-        first, size = run, run.size
-    if first is not None:
-        yield first._replace(size=size)
-
-
-def _spans(runs: Iterable[_Run], limit: int) -> Iterator[list[_Run]]:
-    """Group runs that are read together, across small gaps; a long run is read alone."""
-    span: list[_Run] = []
-    stop = 0
-    for run in runs:
-        near = span and run.file == span[0].file and run.offset - stop <= GAP
-        fits = near and max(stop, run.stop) - span[0].offset <= limit
-        if not fits or run.size >= ALONE or span[-1].size >= ALONE:
-            if span:
-                yield span
-            span, stop = [], 0
-        span.append(run)
-        stop = max(stop, run.stop)
-    if span:
-        yield span
-
-
-def _inside(box: Box) -> Any:
-    return (*(slice(low, high) for low, high in zip(box.start, box.stop, strict=True)), ...)
+def within(start: Sequence[int], stop: Sequence[int], origin: Sequence[int] = ()) -> Any:
+    """The index of a box in an array that begins at an origin, by default at 0 in every dim."""
+    limits = zip(start, stop, origin or (0,) * len(start), strict=True)
+    # with "..." a 0-d part is an array too
+    return (*(slice(low - at, high - at) for low, high, at in limits), ...)

@@ -17,7 +17,7 @@ Nothing here opens a file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -28,24 +28,18 @@ import numpy as np
 from reshard.checkpoint.catalog import StoredTensor
 from reshard.checkpoint.output import OutputTensor
 from reshard.checkpoint.piece_table import PieceTable, joined, slabs
-from reshard.checkpoint.transfer.packing import SMALL, batches, tiles
+from reshard.checkpoint.transfer.packing import SMALL, batches, is_small, tiles
 from reshard.dtypes import itemsize
-from reshard.errors import CheckpointError, CoverageError, DamageError, PlanError
+from reshard.errors import CheckpointError, CoverageError, DamageError
 from reshard.layout.box import Box
 from reshard.layout.coverage import missing_boxes, overlapping_pairs
 from reshard.planning.names import Feed
 from reshard.text import quoted
 
+Tensors = Mapping[str, StoredTensor]
+
 MOST_PARTS = 4096
 """The most parts into which overlaps with earlier boxes may split a stored box; one is usual."""
-
-
-@dataclass(frozen=True, slots=True)
-class SourceTensor:
-    """A source tensor, and the part of an output tensor that it makes up."""
-
-    tensor: StoredTensor
-    feed: Feed
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -64,16 +58,18 @@ class Transfer:
     """Elements that the source holds a second time; they must be equal."""
     written: PieceTable | OutputTensor
     """Where the elements are written."""
-    is_padded: bool = False
-    """Whether some elements have no source and are zero."""
+    zeros: Sequence[Box] = ()
+    """Boxes of elements that have no source."""
+    is_unchanged: bool = False
+    """Whether it is the source tensor of its name, in the same dtype: digests are comparable."""
 
     @classmethod
     def of_read(cls, tensor: StoredTensor, want: str, with_replicas: bool = True) -> Transfer:
         """A stored tensor that is only read, into memory; CoverageError if a part is missing."""
         none = PieceTable.none(len(tensor.shape), itemsize(tensor.dtype))
-        fed = [SourceTensor(tensor, Feed(tensor.name))]
-        found = transfer_of(tensor.name, tensor.shape, want, fed, none, tensor.zeros)
-        return found if with_replicas else replace(found, replicas=none)
+        name, stored = tensor.name, {tensor.name: tensor}
+        transfer = transfer_of(name, tensor.shape, want, [Feed(name)], stored, none, tensor.zeros)
+        return transfer if with_replicas else replace(transfer, replicas=none)
 
     @property
     def source(self) -> PieceTable:
@@ -88,11 +84,8 @@ class Transfer:
     @property
     def source_bytes(self) -> int:
         """Bytes that are read, each element once."""
-        return _num_bytes(self.stored)
-
-    @property
-    def target_bytes(self) -> int:
-        return _num_bytes(self.written)
+        num_elements = prod(self.shape) - sum(box.size for box in self.zeros)
+        return num_elements * itemsize(self.have)
 
     def is_packed(self, num_bytes: int) -> bool:
         """Whether the tensor is copied in a pack of this many bytes: see ``packing``."""
@@ -106,22 +99,17 @@ class Transfer:
 
     def windows(self, num_bytes: int) -> Iterable[Box]:
         """The windows, of at most this many bytes in either dtype."""
-        whole = _whole(self.shape)
-        if self.is_packed(num_bytes):
-            return (whole,)
-        return slabs(whole, max(num_bytes // max(itemsize(self.have), itemsize(self.want)), 1))
+        widest = max(itemsize(self.have), itemsize(self.want))
+        return slabs(_whole(self.shape), max(num_bytes // widest, 1))
 
 
-def _table(held: PieceTable | StoredTensor) -> PieceTable:
-    if isinstance(held, PieceTable):
-        return held
-    return PieceTable.of(held.pieces, len(held.shape), itemsize(held.dtype))
+_whole = lru_cache(maxsize=1024)(Box.whole)
 
 
-def _num_bytes(held: PieceTable | StoredTensor) -> int:
-    if isinstance(held, PieceTable):
-        return int(held.num_bytes.sum())
-    return sum(piece.num_bytes(held.dtype) for piece in held.pieces)
+def _table(pieces: PieceTable | StoredTensor) -> PieceTable:
+    if isinstance(pieces, PieceTable):
+        return pieces
+    return PieceTable.of(pieces.pieces, len(pieces.shape), itemsize(pieces.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,73 +136,57 @@ def transfer_of(
     name: str,
     shape: tuple[int, ...],
     want: str,
-    fed: Sequence[SourceTensor],
+    feeds: Sequence[Feed],
+    stored: Tensors,
     destination: PieceTable | OutputTensor,
     zeros: Sequence[Box] = (),
 ) -> Transfer:
     """Check that the source holds every element of an output tensor, and plan its windows."""
-    have = one_dtype(name, fed, want)
-    if isinstance(destination, OutputTensor):
+    first = stored[feeds[0].name]
+    have = first.dtype
+    is_unchanged = have == want and not zeros and [*feeds] == [Feed(name)]
+    if isinstance(destination, OutputTensor) and _is_whole(shape, feeds, stored):
         # Boxes whose rows alternate in a file are written row by row.
-        runs = all(piece.is_contiguous for piece in destination.pieces)
-        size = prod(shape) * max(itemsize(have), itemsize(want))
-        if runs and 0 < size <= SMALL and _is_plain(shape, fed):
+        has_runs = all(piece.is_contiguous for piece in destination.pieces)
+        if has_runs and destination.num_bytes <= SMALL and is_small(first):
             none = PieceTable.none(len(shape), itemsize(have))
-            stored = fed[0].tensor
-            return Transfer(name, shape, have, want, stored, none, destination)
+            return Transfer(name, shape, have, want, first, none, destination, (), is_unchanged)
+    source, replicas = source_of(name, shape, feeds, stored, zeros)
     destination = _table(destination)
-    source, replicas = source_of(name, shape, fed, zeros)
-    return Transfer(name, shape, have, want, source, replicas, destination, bool(zeros))
-
-
-_whole = lru_cache(maxsize=1024)(Box.whole)
-
-
-def one_dtype(name: str, fed: Sequence[SourceTensor], want: str) -> str:
-    """The dtype that all sources of an output tensor have; ``want`` if there is none."""
-    dtypes = {each.tensor.dtype: each.tensor.name for each in fed}
-    if len(dtypes) > 1:
-        (first, one), (second, two), *_ = dtypes.items()
-        raise PlanError(
-            f"{quoted(name)} is joined from {quoted(one)} of {first} and {quoted(two)} of "
-            f"{second}: convert the sources to one dtype first"
-        )
-    return next(iter(dtypes), want)
+    return Transfer(name, shape, have, want, source, replicas, destination, zeros, is_unchanged)
 
 
 def source_of(
-    name: str, shape: tuple[int, ...], fed: Sequence[SourceTensor], zeros: Sequence[Box] = ()
+    name: str,
+    shape: tuple[int, ...],
+    feeds: Sequence[Feed],
+    stored: Tensors,
+    zeros: Sequence[Box] = (),
 ) -> tuple[PieceTable, PieceTable]:
     """Pieces that hold each element once, and pieces that hold elements a second time."""
-    if prod(shape) and _is_plain(shape, fed):
-        [stored] = fed
-        size = itemsize(stored.tensor.dtype)
-        found = PieceTable.of(stored.tensor.pieces, len(shape), size)
-        return found, PieceTable.none(len(shape), size)
-    pieces = pieces_of(fed, len(shape))
-    chosen, replicas = _without_replicas(pieces, prod(shape))
-    missing = prod(shape) - sum(box.size for box in zeros) - int(chosen.shapes.prod(axis=1).sum())
+    first = stored[feeds[0].name]
+    if prod(shape) and _is_whole(shape, feeds, stored) and tiles(shape, first.pieces):
+        source = _table(first)
+        return source, PieceTable.none(len(shape), source.itemsize)
+    source, replicas = _without_replicas(pieces_of(feeds, stored), prod(shape))
+    missing = prod(shape) - sum(box.size for box in zeros) - int(source.shapes.prod(axis=1).sum())
     if missing:
-        holes = missing_boxes(Box.whole(shape), [*chosen.boxes(), *zeros])
+        holes = missing_boxes(Box.whole(shape), [*source.boxes(), *zeros])
         raise CoverageError(
             f"tensor {quoted(name)} of shape {shape}: no file holds {holes[0]}, {missing} of its "
             f"{prod(shape)} elements are missing: is a file of the checkpoint missing?"
         )
-    return chosen, replicas
+    return source, replicas
 
 
-def pieces_of(fed: Sequence[SourceTensor], num_dims: int) -> PieceTable:
+def pieces_of(feeds: Sequence[Feed], stored: Tensors) -> PieceTable:
     """The pieces of the sources of an output tensor, in the coordinates of that tensor."""
-    parts = [_placed(each) for each in fed]
-    return joined(parts) if parts else PieceTable.none(num_dims, 1)
+    return joined([_placed(stored[feed.name], feed) for feed in feeds])
 
 
-def _is_plain(shape: tuple[int, ...], fed: Sequence[SourceTensor]) -> bool:
-    """Whether a tensor is one stored tensor unchanged, whose pieces obviously tile it."""
-    if len(fed) != 1 or fed[0].feed.moves:
-        return False
-    tensor = fed[0].tensor
-    return tensor.shape == shape and tiles(shape, tensor.pieces)
+def _is_whole(shape: tuple[int, ...], feeds: Sequence[Feed], stored: Tensors) -> bool:
+    """Whether an output tensor is one stored tensor unchanged."""
+    return len(feeds) == 1 and not feeds[0].moves and stored[feeds[0].name].shape == shape
 
 
 def _without_replicas(pieces: PieceTable, num_elements: int) -> tuple[PieceTable, PieceTable]:
@@ -237,9 +209,9 @@ def _without_replicas(pieces: PieceTable, num_elements: int) -> tuple[PieceTable
     kept, doubled = [chosen[np.array(alone, dtype=np.int64)]], [replicas]
     for row, others in before.items():
         box = chosen.box(row)
-        new = _rest(box, [chosen.box(other) for other in others])
-        kept += [_part(chosen, row, part) for part in new]
-        doubled += [_part(chosen, row, part) for part in _rest(box, new)]
+        new, piece = _rest(box, [chosen.box(other) for other in others]), chosen[row : row + 1]
+        kept += [piece.within(part) for part in new]
+        doubled += [piece.within(part) for part in _rest(box, new)]
     return joined(kept), joined(doubled)
 
 
@@ -256,14 +228,8 @@ def _rest(box: Box, covers: Sequence[Box]) -> list[Box]:
     return rest
 
 
-def _part(pieces: PieceTable, row: int, box: Box) -> PieceTable:
-    starts = np.array([box.start], dtype=np.int64)
-    return pieces.clipped(np.array([row]), starts, np.array([box.stop], dtype=np.int64))
-
-
-def _placed(fed: SourceTensor) -> PieceTable:
+def _placed(tensor: StoredTensor, feed: Feed) -> PieceTable:
     """The pieces of a source tensor in the coordinates of the output tensor."""
-    tensor, feed = fed.tensor, fed.feed
     pieces = PieceTable.of(tensor.pieces, len(tensor.shape), itemsize(tensor.dtype))
     outside = np.flatnonzero((pieces.stops > np.array(tensor.shape, np.int64)).any(axis=1))
     if len(outside):
@@ -278,7 +244,7 @@ def _placed(fed: SourceTensor) -> PieceTable:
         wider = {n: np.insert(getattr(pieces, n), dim, at, axis=1) for n, at in columns.items()}
         pieces = replace(pieces, **wider)
     for dim, segments in enumerate(feed.moves):
-        pieces = joined([_moved(pieces, dim, *segment) for segment in segments])
+        pieces = joined([pieces[:0], *(_moved(pieces, dim, *segment) for segment in segments)])
     if not feed.want_insert:
         return pieces
     narrower = {n: np.delete(getattr(pieces, n), feed.want_insert, axis=1) for n in columns}

@@ -1,4 +1,4 @@
-"""Reads windows of tensors from a checkpoint, in worker threads that fit into a given memory.
+"""Reads windows of tensors from a checkpoint, in worker threads within a limit of memory.
 
     source pieces  --read-->  buffer (the window, row-major)
 
@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import gc
 import os
-import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from reshard.checkpoint.integrity.crcs import Crcs, Part, changed, crc_of, crcs_
 from reshard.checkpoint.piece_table import Extent, PieceTable, extents
 from reshard.checkpoint.storage.local import Storage
 from reshard.checkpoint.storage.output_files import BLOCK, aligned
-from reshard.checkpoint.transfer.packing import CELLS, GAP, Reads
+from reshard.checkpoint.transfer.packing import CELLS, GAP, Read, within
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.dtypes import itemsize
 from reshard.errors import DamageError, MemoryCapError
@@ -51,9 +50,6 @@ allocates for temporary results."""
 
 DENSE = 0.8
 """The share of a range that must be needed for the range to be read as one."""
-_lock = threading.Lock()
-_paused: list[bool] = []
-"""One entry per thread inside `collector_paused`; the first says whether the collector was on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +85,15 @@ class Budget:
 
 
 class Meter:
-    """Counts bytes and reports how many are done, of how many; from any thread."""
+    """Counts bytes and reports how many are done, of how many."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         self._progress, self._total, self._done = progress, total, 0
-        self._lock = threading.Lock()
 
     def __call__(self, num_bytes: int) -> None:
-        with self._lock:
-            self._done += num_bytes
-            if self._progress is not None:
-                self._progress(self._done, self._total)
+        self._done += num_bytes
+        if self._progress is not None:
+            self._progress(self._done, self._total)
 
 
 def in_order(
@@ -107,23 +101,19 @@ def in_order(
     tasks: Iterable[Task],
     workers: int,
     make: Callable[[], Any] = lambda: None,
-) -> Iterator[tuple[Task, Result]]:
+) -> Generator[tuple[Task, Result], None, None]:
     """Run tasks in worker threads and yield the results in the order of the tasks.
 
     Every worker has its own object from ``make``, such as its buffers. Tasks are taken from the
     iterable as they are needed, so there may be more of them than fit in memory. An error is raised
     in its turn; tasks that have not started by then are cancelled.
     """
-    idle: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    for _ in range(workers):
-        idle.put(make())
+    own = threading.local()
 
     def run(task: Task) -> Result:
-        mine = idle.get()
-        try:
-            return work(task, mine)
-        finally:
-            idle.put(mine)
+        if not hasattr(own, "value"):
+            own.value = make()
+        return work(task, own.value)
 
     pool = ThreadPoolExecutor(workers, "reshard-checkpoint")
     pending: deque[tuple[Task, Future[Result]]] = deque()
@@ -142,28 +132,19 @@ def in_order(
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause Python's garbage collector inside the block, in all threads.
+    """Pause Python's garbage collector, in all threads.
 
     A checkpoint of 100,000 tensors is a million small objects, none of them garbage. The collector
-    would scan them again and again as their number grows: 40 % of a conversion's time.
-
-    >>> with collector_paused():
-    ...     gc.isenabled()
-    False
-    >>> gc.isenabled()
-    True
+    would scan them again and again as their number grows: 40 % of a conversion's time. Threads may
+    overlap: the collector may then run before the last of them ends, but is never left off.
     """
-    with _lock:
-        _paused.append(gc.isenabled())
-        gc.disable()
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        with _lock:
-            was_enabled = _paused[0]
-            _paused.pop()
-            if not _paused and was_enabled:
-                gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 @dataclass(slots=True)
@@ -186,16 +167,19 @@ class Source:
         crcs = Crcs(crcs_of(storage, catalog, checksums))
         return cls(storage, catalog, checksums, Checker(checksums, storage.root), crcs)
 
-    def read_into(self, file: int, offset: int, buffer: memoryview) -> None:
-        self.crcs.add(self.fill(file, offset, buffer))
-
-    def fill(self, file: int, offset: int, buffer: memoryview) -> list[Part]:
-        """Fill a buffer; the parts of CRC-32 records that were read, which are not added."""
+    def read_into(
+        self, file: int, offset: int, buffer: memoryview, crcs: list[Part] | None = None
+    ) -> None:
+        """Fill a buffer; parts of CRC-32 records are added up, or collected in a list."""
         path = self.name(file)
         self.storage.read_into(path, offset, buffer)
         self.checker.check(path, offset, buffer)
         self.count(len(buffer))
-        return self.crcs.parts(file, offset, buffer)
+        parts = self.crcs.parts(file, offset, buffer)
+        if crcs is None:
+            self.crcs.add(parts)
+        else:
+            crcs += parts
 
     def count(self, num_bytes: int) -> None:
         with self._lock:
@@ -219,7 +203,7 @@ class Source:
         self.count(stop - start)
         return crc_of(self.storage, self.name(file), start, stop)
 
-    def blame_digest(self, transfer: Transfer, found: str, expected: str) -> NoReturn:
+    def blame_digest(self, transfer: Transfer, digest: str, expected: str) -> NoReturn:
         """Raise DamageError for a tensor whose digest is wrong; names a damaged chunk of it."""
         files = self.checksums.files if self.checksums else {}
         for number in sorted(set(transfer.source.files.tolist())):
@@ -231,23 +215,9 @@ class Source:
                     where = f"tensor {quoted(transfer.name)}: {self.storage.where(path)}"
                     raise DamageError(damage(where, chunk, now))
         raise DamageError(
-            f"tensor {quoted(transfer.name)} of {self.storage.root} has the digest {found} and its "
-            f"{SIDECAR} says {expected}: the files changed since they were written"
+            f"tensor {quoted(transfer.name)} of {self.storage.root} has the digest {digest} and "
+            f"its {SIDECAR} says {expected}: the files changed since they were written"
         )
-
-
-@dataclass(slots=True)
-class SourceReads:
-    """Reads a source and collects the CRC-32 of what is read, instead of adding it up."""
-
-    source: Source
-    crcs: list[Part] = field(default_factory=list)
-
-    def read_into(self, file: int, offset: int, buffer: memoryview) -> None:
-        self.crcs += self.source.fill(file, offset, buffer)
-
-    def name(self, file: int) -> str:
-        return self.source.name(file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,105 +245,100 @@ class Buffers:
 class Group:
     """Parts of a window that are in one range of bytes of a file."""
 
-    parts: PieceTable
     extent: Extent
+    parts: PieceTable
 
     def views(self, array: Array, window: Box) -> list[Array]:
         """The parts in the array of the window."""
-        rows = self.extent.rows
-        limits = zip(self.parts.starts[rows].tolist(), self.parts.stops[rows].tolist(), strict=True)
-        return [array[within(low, high, window)] for low, high in limits]
+        limits = zip(self.parts.starts.tolist(), self.parts.stops.tolist(), strict=True)
+        return [array[within(low, high, window.start)] for low, high in limits]
 
-    def runs(self, views: Iterable[Array]) -> list[tuple[int, memoryview]]:
+    def runs(self, views: Collection[Array]) -> list[tuple[int, memoryview]]:
         """The offset in the file and the memory of each part; empty unless all are runs in both."""
-        found = []
-        for row, view in zip(self.extent.rows.tolist(), views, strict=True):
-            if not (self.parts.is_run[row] and view.flags.c_contiguous):
-                return []
-            found.append((int(self.parts.offsets[row]), view.reshape(-1).view(np.uint8).data))
-        return found
+        if not self.parts.is_run.all() or not all(view.flags.c_contiguous for view in views):
+            return []
+        memory = (view.reshape(-1).view(np.uint8).data for view in views)
+        return [*zip(self.parts.offsets.tolist(), memory, strict=True)]
 
     def arrays(self, data: Array) -> list[Array]:
         """The parts as strided arrays in the bytes of the range."""
-        parts = self.parts
-        return [
-            np.ndarray(
-                tuple(parts.shapes[row].tolist()),
-                CELLS[parts.itemsize],
-                data.data,
-                int(parts.offsets[row]) - self.extent.start,
-                tuple(parts.strides[row].tolist()),
-            )
-            for row in self.extent.rows.tolist()
-        ]
+        parts, cell = self.parts, CELLS[self.parts.itemsize]
+        offsets = (parts.offsets - self.extent.start).tolist()
+        rows = zip(parts.shapes.tolist(), offsets, parts.strides.tolist(), strict=True)
+        return [np.ndarray(shape, cell, data.data, at, strides) for shape, at, strides in rows]
 
-    def read(self, scratch: Array, reads: Reads) -> list[Array]:
+    def read(self, scratch: Array, read: Read) -> list[Array]:
         """Read the range, and return the parts in it."""
         data = scratch[: self.extent.num_bytes]
-        reads.read_into(self.extent.file, self.extent.start, data.data)
+        read(self.extent.file, self.extent.start, data.data)
         return self.arrays(data)
 
 
-def readable(parts: PieceTable, limit: int) -> Iterator[Group]:
+def readable(
+    parts: PieceTable, limit: int, gap: int = GAP, share: float = DENSE
+) -> Iterator[Group]:
     """Parts grouped into long ranges of their files, most of whose bytes are needed."""
-    return _grouped(parts, limit, GAP, DENSE)
+    for extent in extents(parts, gap, limit):
+        some = parts[extent.rows]
+        if some.num_bytes.sum() >= share * extent.num_bytes and extent.num_bytes <= limit:
+            yield Group(extent, some)
+        else:
+            runs = some.runs()
+            yield from (Group(one, runs[one.rows]) for one in extents(runs, gap, limit))
 
 
 def writable(parts: PieceTable, limit: int) -> Iterator[Group]:
     """Parts grouped into ranges of their files that they fill without a gap."""
-    return _grouped(parts, limit, 0, 1.0)
+    return readable(parts, limit, gap=0, share=1.0)
 
 
-def _grouped(parts: PieceTable, limit: int, gap: int, share: float) -> Iterator[Group]:
-    for extent in extents(parts, gap, limit):
-        needed = int(parts.num_bytes[extent.rows].sum())
-        if needed >= share * extent.num_bytes and extent.num_bytes <= limit:
-            yield Group(parts, extent)
-            continue
-        runs = parts[extent.rows].runs()
-        yield from (Group(runs, extent) for extent in extents(runs, gap, limit))
-
-
-def fill(transfer: Transfer, window: Box, buffers: Buffers, reads: Reads, lead: int = 0) -> Array:
+def fill(transfer: Transfer, window: Box, buffers: Buffers, read: Read, lead: int = 0) -> Array:
     """Read a window into the buffer, ``lead`` bytes behind its start."""
     array = shaped(buffers.window[lead:], window, itemsize(transfer.have))
-    if transfer.is_padded:
+    if transfer.zeros:
         array[...] = 0
     for group in readable(transfer.source.within(window), buffers.num_bytes):
         views = group.views(array, window)
         if runs := group.runs(views):
             for offset, memory in runs:
-                reads.read_into(group.extent.file, offset, memory)
+                read(group.extent.file, offset, memory)
         else:
-            for view, stored in zip(views, group.read(buffers.scratch, reads), strict=True):
+            for view, stored in zip(views, group.read(buffers.scratch, read), strict=True):
                 view[...] = stored
     return array
 
 
 def unequal_replicas(
-    transfer: Transfer, window: Box, array: Array, buffers: Buffers, reads: Reads
+    transfer: Transfer, window: Box, array: Array, buffers: Buffers, read: Read
 ) -> Iterator[tuple[Box, int, Array]]:
     """Read the other stored copies of a window: the box, file and elements of each that differs."""
     if not len(transfer.replicas):
         return
     for group in readable(transfer.replicas.within(window), buffers.num_bytes):
-        views, copies = group.views(array, window), group.read(buffers.scratch, reads)
-        for view, copy, row in zip(views, copies, group.extent.rows, strict=True):
+        views, copies = group.views(array, window), group.read(buffers.scratch, read)
+        for view, copy, box in zip(views, copies, group.parts.boxes(), strict=True):
             apart = bits_differ(view, copy)
             if apart.any():
-                yield group.parts.box(row), group.extent.file, apart
+                yield box, group.extent.file, apart
 
 
-def compare(transfer: Transfer, window: Box, array: Array, buffers: Buffers, reads: Reads) -> None:
+def compare(
+    transfer: Transfer,
+    window: Box,
+    array: Array,
+    buffers: Buffers,
+    read: Read,
+    name: Callable[[int], str],
+) -> None:
     """Read the other stored copies of a window, and raise DamageError where they differ."""
-    for box, file, apart in unequal_replicas(transfer, window, array, buffers, reads):
+    for box, file, apart in unequal_replicas(transfer, window, array, buffers, read):
         at = np.argwhere(apart)
         low = tuple(int(a) + b for a, b in zip(at.min(axis=0), box.start, strict=True))
         high = tuple(int(a) + 1 + b for a, b in zip(at.max(axis=0), box.start, strict=True))
         holder = transfer.source.within(Box(low, high))
-        one = reads.name(int(holder.files[0])) if len(holder) else "another file"
+        one = name(int(holder.files[0])) if len(holder) else "another file"
         raise DamageError(
-            f"tensor {quoted(transfer.name)} {Box(low, high)}: {one} and {reads.name(file)} hold "
+            f"tensor {quoted(transfer.name)} {Box(low, high)}: {one} and {name(file)} hold "
             f"different values, and both should hold the same ({len(at)} elements differ): one of "
             "them is damaged or from another step; --no-compare (compare_replicas=False) takes the "
             "first"
@@ -392,10 +357,3 @@ def shaped(buffer: Array, window: Box, size: int) -> Array:
     """The first bytes of a buffer as the elements of a window."""
     flat: Array = buffer[: window.size * size].view(CELLS[size])
     return flat.reshape(window.shape)
-
-
-def within(start: Sequence[int], stop: Sequence[int], window: Box) -> Any:
-    """The index of a box, from start to stop, in the array of a window that contains it."""
-    limits = zip(start, stop, window.start, strict=True)
-    # with "..." a 0-d part is an array too
-    return (*(slice(low - at, high - at) for low, high, at in limits), ...)
