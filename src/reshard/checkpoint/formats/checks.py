@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _PLAIN = (int, float, type(None))
 MAX_SHOWN = 8
+MAX_NOTED = 1000
 MAX_DIMS = 32
 MAX_ELEMENTS = 1 << 48
 """The limit of layouts, which are not imported here: that takes longer than reading a header."""
@@ -57,9 +58,8 @@ def checked_shape(values: object, where: str, name: str | None = None) -> tuple[
     sizes = None if too_long else whole_numbers(values)
     if sizes is not None and prod(size or 1 for size in sizes) <= MAX_ELEMENTS:
         return sizes
-    why = "sizes are numbers from 0 on"
-    if too_long or sizes is not None:
-        why = "no tensor has that many dims or elements"
+    is_large = too_long or sizes is not None
+    why = "no tensor has that many dims or elements" if is_large else "sizes are numbers from 0 on"
     about = where if name is None else f"{where}: tensor {quoted(name)}"
     raise DamageError(f"{about} has the shape {shown(values)}: {why}")
 
@@ -82,9 +82,6 @@ def shown(value: object) -> str:
     return f"[{inner}]" if isinstance(value, list) else f"({inner})"
 
 
-MAX_NOTED = 1000
-
-
 @dataclass(slots=True)
 class Findings:
     """Problems of a checkpoint, and notes for its reader; one line each.
@@ -103,34 +100,30 @@ class Findings:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if isinstance(error, DamageError):
-            self.found(str(error))
+            self.add_damage(str(error))
         elif isinstance(error, UnsupportedError):
-            self.refuse(str(error))
+            self._add(str(error), self.unsupported)
         else:
             return False
         return True
 
-    def found(self, what: str, among: list[str] | None = None) -> None:
-        """Note one damage, or another line, up to a limit."""
-        lines = self.damage if among is None else among
-        if len(lines) < MAX_NOTED:
-            lines.append(what)
-
-    def refuse(self, what: str) -> None:
-        """Note something that is not supported."""
-        self.found(what, self.unsupported)
+    def add_damage(self, what: str) -> None:
+        self._add(what, self.damage)
 
     def note(self, what: str) -> None:
         """Note something that is no problem but worth knowing."""
-        self.found(what, self.notes)
+        self._add(what, self.notes)
+
+    def _add(self, what: str, lines: list[str]) -> None:
+        if len(lines) < MAX_NOTED:
+            lines.append(what)
 
     def refuse_doubled(self, doubled: Mapping[tuple[str, str], Sequence[str]], advice: str) -> None:
         """Note tensors that are in two files each, where nothing decides between these."""
         for (one, two), names in doubled.items():
-            self.refuse(
-                f"tensor {and_more([quoted(name) for name in names])} is in {one} and in {two}, "
-                f"and nothing says which of them counts: {advice}"
-            )
+            text = f"tensor {and_more([quoted(name) for name in names])} is in {one} and in {two}"
+            text += f", and nothing says which of them counts: {advice}"
+            self._add(text, self.unsupported)
 
     @property
     def any(self) -> bool:
@@ -139,11 +132,11 @@ class Findings:
 
     def check(self, root: str) -> None:
         """Raise the first problem; damage before unsupported content."""
-        for kind, found in ((DamageError, self.damage), (UnsupportedError, self.unsupported)):
-            if found:
-                more = len(found) - 1
+        for kind, lines in ((DamageError, self.damage), (UnsupportedError, self.unsupported)):
+            if lines:
+                more = len(lines) - 1
                 others = f" (and {more} more: reshard inspect {root} lists them)" if more else ""
-                raise kind(f"{found[0]}{others}")
+                raise kind(f"{lines[0]}{others}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,18 +159,18 @@ class Reading:
         **fields: Any,
     ) -> Catalog:
         """The catalog of files with this content; for names that several have the first counts."""
-        used, found = {*contents, index}, contents.values()
+        used, each = {*contents, index}, contents.values()
         return Catalog(
             self.storage.root,
             kind,
             tuple(contents),
             tensors,
             others=tuple(file for file in self.listed if file not in used),
-            metadata=_first_of_each(one.metadata for one in found),
-            values=_first_of_each(one.values for one in found),
-            nesting=_first_of_each(one.nesting for one in found),
-            left_out=tuple(dict.fromkeys(name for one in found for name in one.left_out)),
-            crcs=tuple(crc for one in found for crc in one.crcs),
+            metadata=_first_of_each(one.metadata for one in each),
+            values=_first_of_each(one.values for one in each),
+            nesting=_first_of_each(one.nesting for one in each),
+            left_out=tuple(dict.fromkeys(name for one in each for name in one.left_out)),
+            crcs=tuple(crc for one in each for crc in one.crcs),
             **fields,
         )
 
@@ -187,8 +180,8 @@ class Reading:
             if self.storage.is_file:
                 self.findings.note(f"{path} and other files of the same set were not given")
                 break
-            why = "the names of the other files imply it"
-            self.findings.found(f"{self.storage.where(path)} is missing: {why}")
+            where = self.storage.where(path)
+            self.findings.add_damage(f"{where} is missing: the names of the other files imply it")
 
 
 def _first_of_each(dicts: Iterable[Mapping[str, T]]) -> dict[str, T]:
@@ -301,10 +294,8 @@ def rank_of(path: str, mesh: Mesh | None) -> int | None:
     if _ZERO in path:
         return None
     match = _MODEL_PARALLEL.search(path)
-    if match and match[2] is not None and mesh is not None:
+    if match and mesh is not None and (match[2] is not None or "tp" in mesh.axes):
         return _rank_at([int(group) for group in match.groups() if group is not None], mesh, path)
-    if match and mesh is not None and "tp" in mesh.axes:
-        return _rank_at([int(match[1])], mesh, path)
     match = match or _RANK.search(path) or _CONSOLIDATED.search(path)
     if match is None:
         return None
@@ -321,12 +312,12 @@ def _rank_at(numbers: Sequence[int], mesh: Mesh, path: str) -> int:
     """The rank at these coordinates along tp, pp and ep, and at 0 along all other axes."""
     index = 0
     for names, number in zip(_AXES, numbers, strict=False):
-        axis = next((name for name in names if name in mesh.axes), None)
-        size = 1 if axis is None else mesh.axes[axis]
+        axis = next((name for name in names if name in mesh.axes), names[0])
+        size = mesh.axes.get(axis, 1)
         if number >= size:
             raise CheckpointError(
                 f"{path} is at {names[0]}={number}, and mesh {mesh} has {names[0]}={size}: give "
                 "the mesh that wrote it"
             )
-        index += number * mesh.stride(axis) if axis is not None else 0
+        index += number * mesh.stride(axis) if number else 0
     return mesh.ranks[index]

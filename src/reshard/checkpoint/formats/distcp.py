@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from operator import add, gt
+from operator import add, attrgetter, gt, itemgetter
+from typing import NamedTuple
 
 from reshard.checkpoint.catalog import Catalog, Crc, StoredObject, StoredPiece, StoredTensor
 from reshard.checkpoint.formats.checks import (
@@ -65,14 +66,12 @@ Placed = Mapping[tuple[str, tuple[int, ...] | None], Range]
 """The range of a file that is the archive of a box, by tensor and start of the box."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """A box of a tensor, and the range of a file that is its archive."""
+class _Chunk(NamedTuple):
+    """The range of a file that is the archive of a box, the box, and its tensor."""
 
-    tensor: str
-    dtype: str
-    box: Box
     range: Range
+    box: Box
+    tensor: StoredTensor
 
 
 def read_distcp_folder(reading: Reading) -> Catalog:
@@ -82,10 +81,10 @@ def read_distcp_folder(reading: Reading) -> Catalog:
     if ranks and rules is None and mesh is not None:
         raise CheckpointError(f"{root}: mesh {mesh} is for files of ranks: give --rules too")
     if not ranks and (rules is not None or mesh is not None):
-        given = "rules" if rules is not None else f"mesh {mesh}"
+        unneeded = "rules" if rules is not None else f"mesh {mesh}"
         raise CheckpointError(
-            f"{root} is a .distcp folder, which records the layout of its tensors: leave "
-            f"out {given}"
+            f"{root} is a .distcp folder, which records the layout of its tensors: leave out "
+            f"{unneeded}"
         )
     catalog = Catalog(root, "distcp", (), {})
     by_rank: dict[int, Tensors] = {}
@@ -98,16 +97,14 @@ def read_distcp_folder(reading: Reading) -> Catalog:
     else:
         _check_names_apart(root, by_rank)
     # Files of a .distcp that no metadata names were left by an earlier save on more ranks.
-    used = {*catalog.files}
-    unused = [file for file in reading.listed if file not in used]
-    others = tuple(file for file in unused if not is_distcp(file.path))
-    known = {METADATA, *ranks.values()}
-    stale = [f.path for f in unused if is_distcp(f.path) and f.path not in known]
+    used = {METADATA, *ranks.values(), *(file.path for file in catalog.files)}
+    stale = [f.path for f in reading.listed if is_distcp(f.path) and f.path not in used]
     if stale:
         reading.findings.note(
             f"{quoted(stale[0])} is not named in {METADATA} ({len(stale)} such files)"
         )
-    return replace(catalog, others=others)
+    others = (f for f in reading.listed if f.path not in used and not is_distcp(f.path))
+    return replace(catalog, others=tuple(others))
 
 
 def _metadata_of_ranks(reading: Reading) -> dict[int, str]:
@@ -115,14 +112,12 @@ def _metadata_of_ranks(reading: Reading) -> dict[int, str]:
     paths = [file.path for file in reading.listed]
     if METADATA in paths:
         return {}
-    found = {int(match[1]): path for path in paths if (match := RANK_METADATA.match(path))}
-    if not found:
-        return {}
+    ranks = {int(match[1]): path for path in paths if (match := RANK_METADATA.match(path))}
     writers = {int(match[1]) for path in paths if (match := _DATA.match(path))}
-    for rank in sorted(({0} | writers) - found.keys()):
+    for rank in sorted(({0} | writers) - ranks.keys()) if ranks else ():
         where = reading.storage.where(f"__{rank}.metadata")
-        reading.findings.found(f"{where} is missing: other ranks have one")
-    return dict(sorted(found.items()))
+        reading.findings.add_damage(f"{where} is missing: other ranks have one")
+    return dict(sorted(ranks.items()))
 
 
 def _check_names_apart(root: str, by_rank: Mapping[int, Tensors]) -> None:
@@ -166,25 +161,29 @@ def _with_metadata(catalog: Catalog, reading: Reading, path: str) -> tuple[Catal
     count, most = 0, size // CHUNK_BYTES
     for name, entry in described.items():
         with findings:
-            found = _entry(name, entry, placed, where)
-            if isinstance(found, StoredTensor):
-                tensors[name] = found
-                own = entry.field("chunks")
-                own = own if isinstance(own, list) else []
-                count += len(own)
+            stored = _entry(name, entry, placed, where)
+            if isinstance(stored, StoredTensor):
+                tensors[name] = stored
+                boxes = entry.field("chunks")
+                boxes = boxes if isinstance(boxes, list) else []
+                count += len(boxes)
                 if count > most:
                     raise UnsupportedError(
                         f"{where}: up to {quoted(name)} its tensors have {count} chunks, and so "
                         f"many bytes have at most {most}: many share one list"
                     )
-                chunks += _chunks(found, own, placed, f"{where}: {quoted(name)}")
-            elif found[0] in numbers and found not in shared:
-                objects[name] = StoredObject(name, numbers[found[0]], *found[1:])
+                chunks += _chunks(stored, boxes, placed, f"{where}: {quoted(name)}")
+            elif stored[0] in numbers and stored not in shared:
+                objects[name] = StoredObject(name, numbers[stored[0]], *stored[1:])
     for name, _ in placed:
         if name not in tensors and name not in objects and not findings.any:
-            findings.found(f"{where}: {quoted(name)} is stored and not described")
-    fitting = [c for c in chunks if c.range[1] + c.range[2] <= sizes.get(c.range[0], -1)]
-    readable = [chunk for chunk in fitting if chunk.range not in shared]
+            findings.add_damage(f"{where}: {quoted(name)} is stored and not described")
+    readable = [
+        chunk
+        for chunk in chunks
+        for path, offset, length in [chunk.range]
+        if offset + length <= sizes.get(path, -1) and chunk.range not in shared
+    ]
     pieces, crcs = _pieces(storage, readable, numbers, findings)
     whole = {name: replace(t, pieces=(*pieces.get(name, ()),)) for name, t in tensors.items()}
     joined = replace(
@@ -251,12 +250,12 @@ def _check_ranges(
         spans.sort()
         end = max(stop for _, stop in spans)
         if path not in sizes:
-            findings.found(
+            findings.add_damage(
                 f"{root}/{path} is missing: {METADATA} puts {len(spans)} entries there, {end} bytes"
             )
         elif end > sizes[path]:
             lost = sum(stop > sizes[path] for _, stop in spans)
-            findings.found(
+            findings.add_damage(
                 f"{root}/{path} has {sizes[path]} bytes and {METADATA} expects {end}: it is "
                 f"truncated, {lost} of {len(spans)} entries are lost"
             )
@@ -265,7 +264,7 @@ def _check_ranges(
         if pairs:
             (_, stop), (start, _) = pairs[0]
             more = f" ({len(pairs)} such pairs)" if len(pairs) > 1 else ""
-            findings.found(f"{root}/{path}: two entries share bytes {start} to {stop}{more}")
+            findings.add_damage(f"{root}/{path}: two entries share bytes {start} to {stop}{more}")
     return shared
 
 
@@ -306,7 +305,7 @@ def _chunks(
             raise DamageError(f"{where}: its chunk at {start} is stored in no file")
         if (start, stop) not in seen:
             seen.add((start, stop))
-            yield _Chunk(tensor.name, tensor.dtype, Box(start, stop), placed[tensor.name, start])
+            yield _Chunk(placed[tensor.name, start], Box(start, stop), tensor)
 
 
 def _pieces(
@@ -316,33 +315,31 @@ def _pieces(
     pieces: dict[str, list[StoredPiece]] = {}
     crcs: list[Crc] = []
     known: dict[bytes, LocalTensor] = {}
-    order = sorted(chunks, key=lambda chunk: chunk.range)
-    archives = each_archive(storage, [chunk.range for chunk in order], MAX_PICKLE)
-    for chunk, archive in zip(order, archives, strict=True):
+    order = sorted(chunks, key=itemgetter(0))
+    archives = each_archive(storage, [place for place, _, _ in order], MAX_PICKLE)
+    for ((path, _, _), box, tensor), archive in zip(order, archives, strict=True):
         with findings:
             if isinstance(archive, CheckpointError):
-                content = f"it holds {chunk.box} of {quoted(chunk.tensor)}"
-                raise type(archive)(f"{archive}; {content}")
-            file, where = numbers[chunk.range[0]], f"{archive.where}: {quoted(chunk.tensor)}"
-            tensor = known.get(archive.pickle)
-            if tensor is None:  # archives of one shape have the same pickle
+                raise type(archive)(f"{archive}; it holds {box} of {quoted(tensor.name)}")
+            where, local = f"{archive.where}: {quoted(tensor.name)}", known.get(archive.pickle)
+            if local is None:  # archives of one shape have the same pickle
                 record = unpickle(archive.pickle, where)
                 if not is_tensor(record):
                     raise DamageError(f"{where} is no tensor")
-                tensor = tensor_of(record, where)
+                local = tensor_of(record, where)
                 if len(known) < KNOWN_PICKLES:
-                    known[archive.pickle] = tensor
-            local = within(archive, tensor, where)
-            if (local.shape, local.dtype) != (chunk.box.shape, chunk.dtype):
+                    known[archive.pickle] = local
+            local = within(archive, local, where)
+            if (local.shape, local.dtype) != (box.shape, tensor.dtype):
                 raise DamageError(
-                    f"{where} is {local.shape} of {local.dtype} and {METADATA} says "
-                    f"{chunk.box.shape} of {chunk.dtype}"
+                    f"{where} is {local.shape} of {local.dtype} and {METADATA} says {box.shape} of "
+                    f"{tensor.dtype}"
                 )
-            piece = StoredPiece(chunk.box, file, local.offset, local.strides)
-            pieces.setdefault(chunk.tensor, []).append(piece)
-            crcs += archive.crcs(file)
-    for held in pieces.values():
-        held.sort(key=lambda piece: piece.box)
+            piece = StoredPiece(box, numbers[path], local.offset, local.strides)
+            pieces.setdefault(tensor.name, []).append(piece)
+            crcs += archive.crcs(numbers[path])
+    for some in pieces.values():
+        some.sort(key=attrgetter("box"))
     return pieces, crcs
 
 

@@ -33,7 +33,7 @@ from math import prod
 from typing import Any
 
 from reshard.checkpoint.catalog import StoredObject, StoredPiece
-from reshard.checkpoint.formats.torch.archive import ALIGNMENT, ArchiveWriter
+from reshard.checkpoint.formats.torch.archive import ALIGNMENT, archive_around
 from reshard.checkpoint.formats.torch.tensors import STORAGE_DTYPES
 from reshard.checkpoint.formats.torch.unpickler import Global, Record
 from reshard.checkpoint.output import (
@@ -167,12 +167,8 @@ class TensorArchive:
         arguments: tuple[Any, ...] = (storage, 0, shape, row_major(shape), False, hooks)
         arguments += (Global("torch", dtype),) if version == 3 else ()
         rebuild = Global("torch._utils", f"_rebuild_tensor_v{version}")
-        archive = ArchiveWriter(pickled(Record(rebuild, arguments)))
-        archive.add_header("data/0", size, crc=0)
-        head = bytes(archive.out)
-        archive.skipped = size
-        archive.finish()
-        return cls(head, size, bytes(archive.out[len(head) :]))
+        head, tail = archive_around(pickled(Record(rebuild, arguments)), size)
+        return cls(head, size, tail)
 
 
 Path = tuple[str | int, ...]
@@ -250,9 +246,8 @@ def distcp(
         plan.states[name] = Record(_TENSOR, state={**described, "chunks": chunks})
     copies = [ObjectCopy(one, *plan.add_bytes(one.name, one.size)) for one in objects]
     for name, value in (values or {}).items():
-        writer = ArchiveWriter(pickled(value))  # as torch.save writes it
-        writer.finish()
-        plan.add_bytes(name, len(writer.out), bytes(writer.out))
+        data, _ = archive_around(pickled(value))  # as torch.save writes it
+        plan.add_bytes(name, len(data), data)
     files = [StoredFile(f"__{rank}_0.distcp", plan.sizes[at]) for rank, at in plan.numbers.items()]
     paths = nesting or {}
     state = {

@@ -15,7 +15,7 @@ a sequence of such archives, so an archive is a range of a file.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
@@ -43,9 +43,8 @@ _END64 = struct.Struct("<4sQHHIIQQQQ")
 _LOCATOR = struct.Struct("<4sIQI")
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A stored member: the byte of the file at which its content begins, and how long it is."""
+class Member(NamedTuple):
+    """A stored member: the byte of the file at which its content begins, its size and CRC-32."""
 
     offset: int
     size: int
@@ -66,12 +65,11 @@ class Archive:
 
     @property
     def storages(self) -> dict[str, Member]:
-        kept = self.members.items()
-        return {name[5:]: member for name, member in kept if name.startswith("data/")}
+        members = self.members.items()
+        return {name[5:]: member for name, member in members if name.startswith("data/")}
 
     def crcs(self, file: int, prefix: str = "data/") -> list[Crc]:
-        """The CRC-32 of each member with this prefix, by default of the storages."""
-        # 0 in the file means that none was computed.
+        """The CRC-32 of each member with this prefix that has one, by default of the storages."""
         members = (m for name, m in self.members.items() if name.startswith(prefix))
         return [Crc(file, m.offset, m.size, m.crc) for m in members if m.crc and m.size]
 
@@ -80,9 +78,8 @@ class Archive:
         first = self.range[2] - len(self.tail)
         if start + length <= len(self.head):
             return self.head[start : start + length]
-        if start >= first and start + length <= self.range[2]:
-            return self.tail[start - first : start - first + length]
-        return None
+        is_in_tail = start >= first and start + length <= self.range[2]
+        return self.tail[start - first : start - first + length] if is_in_tail else None
 
     def place(self, start: int, length: int) -> Range:
         """A range of the archive as a range of its file."""
@@ -100,29 +97,33 @@ def read_archives(
     Pickles and directories of more than ``largest`` bytes are refused: many are in memory at once.
     """
     archives = _with_members(storage, ranges, largest)
-    held = [(one, *found) for one in archives for found in one.members.items()]
-    read = [found for found in held if found[1] in ("data.pkl", "byteorder")]
-    for one, _, member in read:
+    members = [(archive, *item) for archive in archives for item in archive.members.items()]
+    read = [each for each in members if each[1] in ("data.pkl", "byteorder")]
+    for archive, _, member in read:
         if member.size > largest:
             raise UnsupportedError(
-                f"{one.where}: a pickle of {member.size} bytes, at most {largest} are read"
+                f"{archive.where}: a pickle of {member.size} bytes, at most {largest} are read"
             )
-    contents = _read(storage, [(one, m.offset - one.range[1], m.size) for one, _, m in read])
-    for (one, name, member), data in zip(read, contents, strict=True):
+    contents = _read(storage, [(a, m.offset - a.range[1], m.size) for a, _, m in read])
+    for (archive, name, member), data in zip(read, contents, strict=True):
         if member.crc and crc32(data) != member.crc:
-            raise DamageError(
-                f"{one.where}: bytes {member.offset} to {member.offset + member.size} changed "
-                f"since torch saved them: their CRC-32 is {crc32(data):08x} and was "
-                f"{member.crc:08x}: restore the file from a copy"
-            )
+            raise DamageError(crc_damage(archive.where, *member, crc32(data)))
         if name == "data.pkl":
-            one.pickle = data
+            archive.pickle = data
         elif data != b"little":
             raise UnsupportedError(
-                f"{one.where} was written on a big-endian machine, which is not supported: load "
-                "it with torch and save it again here"
+                f"{archive.where} was written on a big-endian machine, which is not supported: "
+                "load it with torch and save it again here"
             )
     return archives
+
+
+def crc_damage(where: str, offset: int, size: int, was: int, now: int) -> str:
+    """The error message for bytes of a file that have another CRC-32 now."""
+    return (
+        f"{where}: bytes {offset} to {offset + size} changed since torch saved them: their CRC-32 "
+        f"is {now:08x} and was {was:08x}: restore the file from a copy"
+    )
 
 
 def each_archive(
@@ -131,24 +132,24 @@ def each_archive(
     """The archives in these ranges, many read together; an error for each that cannot be read."""
     for first in range(0, len(ranges), BATCH):
         batch = ranges[first : first + BATCH]
-        found: Iterable[Archive | DamageError | UnsupportedError]
         try:
-            found = read_archives(storage, batch, largest)
+            yield from read_archives(storage, batch, largest)
         except (DamageError, UnsupportedError) as error:
-            one_by_one = (each_archive(storage, [one], largest) for one in batch)
-            found = chain.from_iterable(one_by_one) if len(batch) > 1 else [error]
-        yield from found
+            if len(batch) == 1:
+                yield error
+            else:
+                yield from chain(*(each_archive(storage, [one], largest) for one in batch))
 
 
-def archive_crcs(storage: Storage, found: Range, file: int) -> list[Crc]:
+def archive_crcs(storage: Storage, place: Range, file: int) -> list[Crc]:
     """The CRC-32 of every member of one archive; no member is read."""
-    [archive] = _with_members(storage, [found], MAX_PICKLE)
+    [archive] = _with_members(storage, [place], MAX_PICKLE)
     return archive.crcs(file, prefix="")
 
 
-def is_archive(storage: Storage, found: Range) -> bool:
+def is_archive(storage: Storage, place: Range) -> bool:
     """Whether a range begins or ends as an archive does, although it may be damaged."""
-    path, offset, length = found
+    path, offset, length = place
     if length < _END.size:
         return False
     ends = [(path, offset, 4), (path, offset + length - _END.size, 4)]
@@ -168,47 +169,49 @@ def _with_members(storage: Storage, ranges: Sequence[Range], largest: int) -> li
     directories = _read(storage, [(one, *_directory(one, largest)) for one in archives])
     wanted: list[tuple[Archive, _Listed]] = []
     known: dict[bytes, tuple[list[_Listed], int]] = {}  # tensors of one shape share a directory
-    for one, data in zip(archives, directories, strict=True):
+    for archive, data in zip(archives, directories, strict=True):
         if data not in known:
-            known[data] = _listed(one.where, data)
+            known[data] = _listed(archive.where, data)
         table, end = known[data]
-        if end > one.range[2]:
-            raise DamageError(f"{one.where}: its members end at byte {end} of {one.range[2]}")
-        wanted += [(one, member) for member in table]
-    # The place of a member depends on the length of the header before it.
-    headers = _read(storage, [(one, member.header, _LOCAL.size) for one, member in wanted])
-    for (one, member), header in zip(wanted, headers, strict=True):
-        fields = _LOCAL.unpack(header)
-        start = member.header + _LOCAL.size + fields[9] + fields[10]
-        if fields[0] != b"PK\x03\x04" or start + member.size > one.range[2]:
+        if end > archive.range[2]:
             raise DamageError(
-                f"{one.where}: there is no member {quoted(member.path)} at byte {member.header}"
+                f"{archive.where}: its members end at byte {end} of {archive.range[2]}"
             )
-        place = Member(one.range[1] + start, member.size, member.crc)
-        one.members[member.path.partition("/")[2]] = place
+        wanted += [(archive, member) for member in table]
+    # The place of a member depends on the length of the header before it.
+    headers = _read(storage, [(archive, one.header, _LOCAL.size) for archive, one in wanted])
+    for (archive, one), header in zip(wanted, headers, strict=True):
+        fields = _LOCAL.unpack(header)
+        start = one.header + _LOCAL.size + fields[9] + fields[10]
+        if fields[0] != b"PK\x03\x04" or start + one.size > archive.range[2]:
+            raise DamageError(
+                f"{archive.where}: there is no member {quoted(one.path)} at byte {one.header}"
+            )
+        name = one.path.partition("/")[2]
+        archive.members[name] = Member(archive.range[1] + start, one.size, one.crc)
     return archives
 
 
-def _read(storage: Storage, wanted: Sequence[tuple[Archive, int, int]]) -> list[bytes]:
+def _read(storage: Storage, places: Sequence[tuple[Archive, int, int]]) -> list[bytes]:
     """Ranges of archives, relative to their starts; those at the ends were read before."""
-    found = [archive.known(start, length) for archive, start, length in wanted]
-    unknown = [one for one, data in zip(wanted, found, strict=True) if data is None]
+    known = [archive.known(start, length) for archive, start, length in places]
+    unknown = [place for place, data in zip(places, known, strict=True) if data is None]
     rest = iter(storage.read_many([archive.place(*place) for archive, *place in unknown]))
-    return [next(rest) if data is None else data for data in found]
+    return [next(rest) if data is None else data for data in known]
 
 
 def _read_ends(storage: Storage, archives: Sequence[Archive]) -> None:
     """Read both ends of every archive, or all of it if it is not longer."""
-    wanted = []
+    ends = []
     for archive in archives:
         path, offset, length = archive.range
         if length < _END.size:
             raise DamageError(f"{archive.where}: {length} bytes are no archive of torch.save")
         if length <= HEAD + TAIL:
-            wanted.append((path, offset, length))
+            ends.append((path, offset, length))
         else:
-            wanted += [(path, offset, HEAD), (path, offset + length - TAIL, TAIL)]
-    data = iter(storage.read_many(wanted))
+            ends += [(path, offset, HEAD), (path, offset + length - TAIL, TAIL)]
+    data = iter(storage.read_many(ends))
     for archive in archives:
         archive.head = head = next(data)
         archive.tail = head if archive.range[2] <= HEAD + TAIL else next(data)
@@ -312,12 +315,12 @@ def _wide(extra: bytes, *numbers: int) -> list[int]:
         if kind == ZIP64:
             wide = extra[at + 4 : at + 4 + length]
         at += 4 + length
-    found = []
+    wider = []
     for number in numbers:
         if number == BIG and len(wide) >= 8:
             number, wide = int.from_bytes(wide[:8], "little"), wide[8:]
-        found.append(number)
-    return found
+        wider.append(number)
+    return wider
 
 
 def _wanted(where: str, members: list[_Listed]) -> list[_Listed]:
@@ -347,50 +350,43 @@ def _wanted(where: str, members: list[_Listed]) -> list[_Listed]:
     return wanted
 
 
-class ArchiveWriter:
-    """The bytes of an archive, which begins with a pickle."""
+def archive_around(pickle: bytes, size: int | None = None) -> tuple[bytes, bytes]:
+    """The bytes of an archive before and after its only storage, of this size.
 
-    def __init__(self, pickle: bytes) -> None:
-        self.out = bytearray()
-        self.skipped = 0
-        """Bytes of the tensor, which are not in ``out``."""
-        self._directory = bytearray()
-        self._count = 0
-        self.add("data.pkl", pickle)
-        self.add(".format_version", b"1")
-        self.add(".storage_alignment", str(ALIGNMENT).encode())
-        self.add("byteorder", b"little")
-
-    def add(self, name: str, data: bytes) -> None:
-        self.add_header(name, len(data), crc32(data))
-        self.out += data
-
-    def add_header(self, name: str, size: int, crc: int) -> None:
-        """Add the header of a member, padded so that its bytes are aligned, and list the member."""
-        path = f"archive/{name}".encode()
-        at, shown = len(self.out) + self.skipped, min(size, BIG)
-        extra = struct.pack("<HHQQ", ZIP64, 16, size, size) if size >= BIG else b""
+    Without a size there is no storage: the first bytes are the whole archive. All members begin at
+    a multiple of ``ALIGNMENT``.
+    """
+    members = {
+        "data.pkl": pickle,
+        ".format_version": b"1",
+        ".storage_alignment": str(ALIGNMENT).encode(),
+        "byteorder": b"little",
+        **({} if size is None else {"data/0": b""}),
+        "version": b"3\n",
+    }
+    out, directory, skipped, head_size = bytearray(), bytearray(), 0, None
+    for name, data in members.items():
+        is_storage = name == "data/0"
+        length = (size or 0) if is_storage else len(data)
+        path, at, crc = f"archive/{name}".encode(), len(out) + skipped, crc32(data)
+        fields = UTF8, 0, 0, 0, crc, min(length, BIG), min(length, BIG), len(path)
+        extra = struct.pack("<HHQQ", ZIP64, 16, length, length) if length >= BIG else b""
         pad = -(at + _LOCAL.size + len(path) + len(extra) + 4) % ALIGNMENT
         extra += struct.pack("<HH", PADDING, pad) + b"Z" * pad
-        self.out += _LOCAL.pack(
-            b"PK\x03\x04", 0, UTF8, 0, 0, 0, crc, shown, shown, len(path), len(extra)
+        out += _LOCAL.pack(b"PK\x03\x04", 0, *fields, len(extra)) + path + extra + data
+        if is_storage:
+            skipped, head_size = length, len(out)
+        wide = [value for value in (length, length, at) if value >= BIG]
+        extra = struct.pack(f"<HH{len(wide)}Q", ZIP64, 8 * len(wide), *wide) if wide else b""
+        directory += _CENTRAL.pack(
+            b"PK\x01\x02", 0, 0, *fields, len(extra), 0, 0, 0, 0, min(at, BIG)
         )
-        self.out += path + extra
-        big = [value for value in (size, size, at) if value >= BIG]
-        extra = struct.pack(f"<HH{len(big)}Q", ZIP64, 8 * len(big), *big) if big else b""
-        self._directory += _CENTRAL.pack(
-            b"PK\x01\x02", 0, 0, UTF8, 0, 0, 0, crc, shown, shown, len(path), len(extra),
-            0, 0, 0, 0, min(at, BIG),
-        )  # fmt: skip
-        self._directory += path + extra
-        self._count += 1
-
-    def finish(self) -> None:
-        """Add the last member, the central directory, and the records that locate it."""
-        self.add("version", b"3\n")
-        at, size, count = len(self.out) + self.skipped, len(self._directory), self._count
-        self.out += self._directory
-        if at >= BIG:
-            self.out += _END64.pack(b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, at)
-            self.out += _LOCATOR.pack(b"PK\x06\x07", 0, at + size, 1)
-        self.out += _END.pack(b"PK\x05\x06", 0, 0, count, count, size, min(at, BIG), 0)
+        directory += path + extra
+    at, count = len(out) + skipped, len(members)
+    out += directory
+    if at >= BIG:
+        zip64 = 44, 45, 45, 0, 0, count, count, len(directory), at
+        out += _END64.pack(b"PK\x06\x06", *zip64)
+        out += _LOCATOR.pack(b"PK\x06\x07", 0, at + len(directory), 1)
+    out += _END.pack(b"PK\x05\x06", 0, 0, count, count, len(directory), min(at, BIG), 0)
+    return bytes(out[:head_size]), bytes(out[head_size:] if head_size else b"")

@@ -49,22 +49,18 @@ _ADVICE = (
     "is not supported: make whole weights with the zero_to_fp32.py that DeepSpeed writes beside "
     "the checkpoint, and convert those"
 )
-_MARKS = ("ds_version", "ds_config")
 
 
 def check_no_zero_files(root: str, listed: Iterable[StoredFile]) -> None:
     """Refuse a folder that has files with the names of ZeRO's."""
     for file in listed:
-        about = f"{root}: {quoted(file.path)}"
-        if _UNIVERSAL.search(file.path):
-            raise UnsupportedError(
-                f"{about} is part of a universal checkpoint of DeepSpeed, which {_ADVICE}"
-            )
+        kind, more = "part of a universal checkpoint of DeepSpeed", ""
         if _FLAT.search(file.path):
-            raise UnsupportedError(
-                f"{about} is one rank's part of a checkpoint of DeepSpeed's ZeRO, which {_ADVICE}; "
-                "of ZeRO-1 and ZeRO-2 an mp_rank_00_model_states.pt can be named alone"
-            )
+            kind = "one rank's part of a checkpoint of DeepSpeed's ZeRO"
+            more = "; of ZeRO-1 and ZeRO-2 an mp_rank_00_model_states.pt can be named alone"
+        elif not _UNIVERSAL.search(file.path):
+            continue
+        raise UnsupportedError(f"{root}: {quoted(file.path)} is {kind}, which {_ADVICE}{more}")
 
 
 def check_no_zero(value: Any, where: str) -> None:
@@ -78,7 +74,7 @@ def check_no_zero(value: Any, where: str) -> None:
         raise UnsupportedError(
             f"{where} holds flat parts of optimizer states of DeepSpeed's {name}, which {_ADVICE}"
         )
-    if not any(mark in value for mark in _MARKS):
+    if "ds_version" not in value and "ds_config" not in value:
         return
     groups = value.get("param_shapes")  # the global shapes: one dict, or one for each group
     groups = groups[:MAX_ARGS] if isinstance(groups, list) else [groups]
@@ -86,21 +82,21 @@ def check_no_zero(value: Any, where: str) -> None:
     empty = {name for name, sizes in shapes if isinstance(sizes, tuple) and 0 in sizes[:MAX_ARGS]}
     module = value.get("module")
     for name, tensor in module.items() if isinstance(module, dict) else ():
-        if _is_empty(tensor) and name not in empty:
+        if name not in empty and 0 in _sizes(tensor):
             raise UnsupportedError(
                 f"{where}: tensor {quoted(name)} is an empty placeholder of DeepSpeed's ZeRO-3, "
                 f"whose parameters are flat parts in other files, which {_ADVICE}"
             )
 
 
-def _is_empty(value: Any) -> bool:
-    """Whether a record is a tensor, or a parameter with a tensor, that has no elements."""
+def _sizes(value: Any) -> Sequence[Any]:
+    """The shape of a tensor, also of one in a parameter; empty for any other value."""
     for _ in range(2):
         args = value.args[:MAX_ARGS] if isinstance(value, Record) else ()
         if len(args) > 2 and isinstance(args[2], tuple):
-            return 0 in args[2][:MAX_ARGS]
+            return args[2][:MAX_ARGS]
         value = args[0] if args else None
-    return False
+    return ()
 
 
 MAX_ENTRIES = 1 << 20
@@ -202,18 +198,19 @@ def _name(path: Path, where: str) -> str:
 
 def _check_content(content: Content, archive: Archive, findings: Findings) -> None:
     """Refuse thousands of tensors that share one storage: each is read. Note what is left out."""
-    total = sum(prod(one.shape) * itemsize(one.dtype) for one in content.tensors.values())
-    stored = sum(member.size for member in archive.storages.values())
+    tensors, storages = content.tensors.values(), archive.storages
+    total = sum(prod(one.shape) * itemsize(one.dtype) for one in tensors)
+    stored = sum(member.size for member in storages.values())
     if total > FREE_BYTES + VIEWS * stored:
         raise UnsupportedError(
-            f"{archive.where}: its {len(content.tensors)} tensors have {format_bytes(total)} and "
-            f"their storages {format_bytes(stored)}: save each tensor once"
+            f"{archive.where}: its {len(tensors)} tensors have {format_bytes(total)} and their "
+            f"storages {format_bytes(stored)}: save each tensor once"
         )
     if content.left_out:
         names = and_more([quoted(name) for name in content.left_out])
         findings.note(f"{archive.where}: {names} is no tensor and no plain value, and is left out")
-    used = {tensor.storage for tensor in content.tensors.values()}
-    lost = sum(member.size for key, member in archive.storages.items() if key not in used)
+    used = {tensor.storage for tensor in tensors}
+    lost = sum(member.size for key, member in storages.items() if key not in used)
     if lost and not findings.any:
         findings.note(
             f"{archive.where}: {lost} bytes of tensors are parts of objects that are left out"
@@ -228,19 +225,19 @@ def _leaves(value: Any, visits: Visits, where: str) -> Iterator[tuple[Path, Any]
     pending: list[tuple[Path, Any]] = [((), value)]
     seen: Counter[int] = Counter()
     while pending:
-        path, found = pending.pop()
-        is_default = isinstance(found, Record) and found.kind == "collections.defaultdict"
-        entries = found.items if is_default else found
-        is_one = not isinstance(entries, dict | list | tuple)
-        if is_one or (path and _is_one_entry(found, visits)):
-            yield path, found
+        path, leaf = pending.pop()
+        is_default = isinstance(leaf, Record) and leaf.kind == "collections.defaultdict"
+        entries = leaf.items if is_default else leaf
+        is_leaf = not isinstance(entries, dict | list | tuple)
+        if is_leaf or (path and _is_one_entry(leaf, visits)):
+            yield path, leaf
             continue
-        seen[id(found)] += bool(entries)
+        seen[id(leaf)] += bool(entries)
         visits.left -= len(entries)
-        if len(path) > MAX_NESTING or visits.left < 0 or seen[id(found)] > MAX_SHARED:
+        if len(path) > MAX_NESTING or visits.left < 0 or seen[id(leaf)] > MAX_SHARED:
             raise _endless(where)
-        if isinstance(found, list | tuple):
-            children = [((*path, at), child) for at, child in enumerate(found)]
+        if isinstance(leaf, list | tuple):
+            children = [((*path, at), child) for at, child in enumerate(leaf)]
         else:
             pairs = entries.items() if isinstance(entries, dict) else entries
             pairs = [pair for pair in pairs if isinstance(pair, tuple) and len(pair) == 2]
