@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from reshard.checkpoint.catalog import Catalog, Crc, StoredPiece, StoredTensor
 from reshard.checkpoint.storage.local import Storage, StoredFile
@@ -191,8 +191,7 @@ def _first_of_each(dicts: Iterable[Mapping[str, T]]) -> dict[str, T]:
     return merged
 
 
-@dataclass(frozen=True, slots=True)
-class LocalTensor:
+class LocalTensor(NamedTuple):
     """A tensor of a file: dtype, shape, strides, and the byte at which its first element begins."""
 
     dtype: str

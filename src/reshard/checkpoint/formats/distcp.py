@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import add, attrgetter, gt, itemgetter
 from typing import NamedTuple
 
@@ -151,7 +151,7 @@ def _with_metadata(catalog: Catalog, reading: Reading, path: str) -> tuple[Catal
         )
     placed = _placed(metadata.field("storage_data"), where)
     sizes = {file.path: file.size for file in listed}
-    shared = _check_ranges(storage.root, placed.values(), sizes, findings)
+    readable = _readable(storage.root, placed.values(), sizes, findings)
     named = {path for path, _, _ in placed.values()}
     files = dict.fromkeys([*catalog.files, *(file for file in listed if file.path in named)])
     numbers = {file.path: number for number, file in enumerate(files)}
@@ -173,18 +173,13 @@ def _with_metadata(catalog: Catalog, reading: Reading, path: str) -> tuple[Catal
                         f"many bytes have at most {most}: many share one list"
                     )
                 chunks += _chunks(stored, boxes, placed, f"{where}: {quoted(name)}")
-            elif stored[0] in numbers and stored not in shared:
+            elif stored in readable:
                 objects[name] = StoredObject(name, numbers[stored[0]], *stored[1:])
     for name, _ in placed:
         if name not in tensors and name not in objects and not findings.any:
             findings.add_damage(f"{where}: {quoted(name)} is stored and not described")
-    readable = [
-        chunk
-        for chunk in chunks
-        for path, offset, length in [chunk.range]
-        if offset + length <= sizes.get(path, -1) and chunk.range not in shared
-    ]
-    pieces, crcs = _pieces(storage, readable, numbers, findings)
+    chunks = [chunk for chunk in chunks if chunk.range in readable]
+    pieces, crcs = _pieces(storage, chunks, numbers, findings)
     whole = {name: replace(t, pieces=(*pieces.get(name, ()),)) for name, t in tensors.items()}
     joined = replace(
         catalog,
@@ -235,37 +230,39 @@ def _placed(storage_data: object, where: str) -> Placed:
     return placed
 
 
-def _check_ranges(
+def _readable(
     root: str, ranges: Iterable[Range], sizes: Mapping[str, int], findings: Findings
 ) -> set[Range]:
-    """Note ranges outside of their files, and ranges that overlap; returns the latter.
+    """The ranges that are inside of their files and overlap no other; others are noted.
 
     A range that thousands of entries share would be read as often.
     """
-    shared: set[Range] = set()
+    readable: set[Range] = set()
     by_file: dict[str, list[tuple[int, int]]] = {}
     for path, offset, length in ranges:
         by_file.setdefault(path, []).append((offset, offset + length))
     for path, spans in sorted(by_file.items()):
         spans.sort()
-        end = max(stop for _, stop in spans)
-        if path not in sizes:
+        end, size = max(stop for _, stop in spans), sizes.get(path)
+        if size is None:
             findings.add_damage(
                 f"{root}/{path} is missing: {METADATA} puts {len(spans)} entries there, {end} bytes"
             )
-        elif end > sizes[path]:
-            lost = sum(stop > sizes[path] for _, stop in spans)
+            continue
+        if end > size:
+            lost = sum(stop > size for _, stop in spans)
             findings.add_damage(
-                f"{root}/{path} has {sizes[path]} bytes and {METADATA} expects {end}: it is "
-                f"truncated, {lost} of {len(spans)} entries are lost"
+                f"{root}/{path} has {size} bytes and {METADATA} expects {end}: it is truncated, "
+                f"{lost} of {len(spans)} entries are lost"
             )
         pairs = [pair for pair in pairwise(spans) if pair[1][0] < pair[0][1]]
-        shared |= {(path, start, stop - start) for pair in pairs for start, stop in pair}
         if pairs:
             (_, stop), (start, _) = pairs[0]
             more = f" ({len(pairs)} such pairs)" if len(pairs) > 1 else ""
             findings.add_damage(f"{root}/{path}: two entries share bytes {start} to {stop}{more}")
-    return shared
+        alone = {span for span in spans if span[1] <= size} - {*chain.from_iterable(pairs)}
+        readable |= {(path, start, stop - start) for start, stop in alone}
+    return readable
 
 
 def _entry(name: object, entry: object, placed: Placed, where: str) -> StoredTensor | Range:

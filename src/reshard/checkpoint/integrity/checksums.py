@@ -182,8 +182,8 @@ def file_sums(files: Sequence[StoredFile], sums: Iterable[Sum]) -> dict[str, Fil
     Raises unless every byte was written exactly once.
     """
     chunks: list[list[tuple[int, int, str]]] = [[] for _ in files]
-    for number, *chunk in sums:
-        chunks[number].append((*chunk,))
+    for number, start, stop, text in sums:
+        chunks[number].append((start, stop, text))
     by_path = {}
     for file, written in zip(files, chunks, strict=True):
         starts, ends, texts = zip(*sorted(written), strict=True) if written else ((), (), ())

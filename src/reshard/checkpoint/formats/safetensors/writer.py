@@ -127,7 +127,8 @@ def ranks(tensors: Mapping[str, Wanted], metadata: Mapping[str, str]) -> Output:
     for number, (name, wanted) in enumerate(tensors.items()):
         owned_boxes(name, wanted, number)  # an error if elements would be lost
         layout = wanted.layout
-        for rank in layout.ranks if layout is not None else ():
+        assert layout is not None
+        for rank in layout.ranks:
             if layout.holds(rank) is not None:
                 entry = local(layout, wanted.shape, wanted.dtype, rank)
                 files.setdefault(rank, {})[name] = entry
