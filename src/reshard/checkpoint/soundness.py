@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
 FORMAT = 1
 UNSUPPORTED = "unsupported"
 MAX_PROBLEMS = 1000
-"""The most problems that are listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,28 +135,34 @@ def verify(
         raise NamesError("names and drop are about a conversion: give both checkpoints")
     if b is None and (b_rules is not None or b_mesh is not None):
         raise CheckpointError("b_rules and b_mesh are for a second checkpoint: name that one too")
-    with collector_paused(), open_storage(a) as storage:
-        budget = Budget.for_reading(memory, storage)
-        left = _Side(storage, rules, mesh)
-        if b is None:
-            left.examine(budget, Meter(progress, left.num_bytes))
-            if left.source.checksums is None:
-                left.notes.append(
-                    "there are no checksums but the CRC-32 of torch.save: of tensors, not of other "
-                    "bytes"
-                    if left.source.crcs
-                    else "there are no checksums: a changed byte would not be detected"
-                )
-            return _report([left], left.problems)
-        with open_storage(b) as other:
-            budget = Budget.for_reading(memory, storage, other)
-            right = _Side(other, b_rules, b_mesh)
-            left.rename(names or {}, drop)
-            meter = Meter(progress, left.num_bytes + right.num_bytes)
-            left.examine(budget, meter)
-            right.examine(budget, meter)
-            problems = [*left.problems, *right.problems, *_differences(left, right, budget)]
-            return _report([left, right], problems)
+    with collector_paused(), ExitStack() as stack:
+        storages = [stack.enter_context(open_storage(root)) for root in (a, b) if root is not None]
+        budget = Budget.for_reading(memory, *storages)
+        left, *others = map(_Side, storages, (rules, b_rules), (mesh, b_mesh))
+        left.rename(names or {}, drop)
+        sides = [left, *others]
+        meter = Meter(progress, sum(side.num_bytes for side in sides))
+        for side in sides:
+            side.examine(budget, meter)
+        problems = [problem for side in sides for problem in side.problems]
+        for right in others:
+            problems += _differences(left, right, budget)
+        if not others and left.source.checksums is None:
+            known = " but the CRC-32 of torch.save: of tensors, not of other bytes"
+            rest = known if left.source.crcs else ": a changed byte would not be detected"
+            left.notes.append(f"there are no checksums{rest}")
+    lines = "".join(f"{digest} {name}\n" for name, digest in sorted(left.digests.items()))
+    data = lines.encode("utf-8", "surrogatepass")  # a name in JSON may be anything
+    return VerifyReport(
+        checkpoints=tuple(side.root for side in sides),
+        num_tensors=len(left.source.catalog.tensors),
+        num_bytes=left.num_bytes,
+        checked_bytes=sum(side.checked_bytes for side in sides),
+        digest=hashlib.blake2b(data, digest_size=16).hexdigest(),
+        digests=left.digests,
+        problems=tuple(problems),
+        notes=tuple(note for side in sides for note in side.notes),
+    )
 
 
 class _Side:
@@ -178,6 +184,9 @@ class _Side:
         except (DamageError, UnsupportedError) as error:
             kind = "damage" if isinstance(error, DamageError) else UNSUPPORTED
             self._add(Problem(kind, str(error), file=SIDECAR))
+        listed = storage.list() if checksums is not None else ()
+        self.is_whole = any(file.path == SIDECAR for file in listed)
+        """Whether checksums are of a folder that was opened, not of a single file of it."""
         rules, mesh = as_rules(rules, storage), as_mesh(mesh)
         if rules is not None and mesh is not None:
             rules.check_mesh(mesh)  # a wrong argument is not damage
@@ -278,7 +287,7 @@ class _Side:
             if size is not None:
                 where = min(size, expected), max(size, expected)
                 self._add(Problem("damage", message, file=path, bytes=where))
-            elif self._is_whole():
+            elif self.is_whole:
                 self._add(Problem("absent", message, file=path))
 
         def work(path: str, _: None) -> int | CheckpointError:
@@ -289,15 +298,11 @@ class _Side:
                 self._add(Problem("unreadable", str(result), file=path))
             self.checked_bytes += right[path].size
 
-    def _is_whole(self) -> bool:
-        """Whether a folder was opened; a single file has only parts of its tensors."""
-        return any(file.path == SIDECAR for file in self.storage.list())
-
     def _check_digests(
         self, checksums: Checksums, damaged: list[tuple[str, ChunkSum, bytes]]
     ) -> None:
         """Changed chunks, tensors whose digest changed although no chunk did, missing tensors."""
-        catalog, known = self.source.catalog, checksums.digests if self._is_whole() else {}
+        catalog, known = self.source.catalog, checksums.digests if self.is_whole else {}
         altered = {
             name: (known[name], self.digests[name])
             for name in catalog.tensors
@@ -374,19 +379,3 @@ def _difference(left: _Side, right: _Side, name: str, budget: Budget) -> Problem
     )
     element = offset, offset + itemsize(mine.dtype)
     return Problem("values", message, name, file, element, apart.box)
-
-
-def _report(sides: list[_Side], problems: list[Problem]) -> VerifyReport:
-    first = sides[0]
-    lines = "".join(f"{digest} {name}\n" for name, digest in sorted(first.digests.items()))
-    data = lines.encode("utf-8", "surrogatepass")  # a name in JSON may be anything
-    return VerifyReport(
-        checkpoints=tuple(side.root for side in sides),
-        num_tensors=len(first.source.catalog.tensors),
-        num_bytes=first.num_bytes,
-        checked_bytes=sum(side.checked_bytes for side in sides),
-        digest=hashlib.blake2b(data, digest_size=16).hexdigest(),
-        digests=first.digests,
-        problems=tuple(problems),
-        notes=tuple(note for side in sides for note in side.notes),
-    )

@@ -1,13 +1,13 @@
 """What all readers share: checks of values, problems found, local tensors, names of files.
 
-Values that come from files may be anything. An inspection lists all problems, a read raises the
-first. Damage and unsupported content are kept apart: only damage can be repaired from a backup.
+An inspection lists all problems, a read raises the first. Damage and unsupported content are kept
+apart: only damage can be repaired from a backup.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
@@ -39,20 +39,14 @@ def whole_numbers(values: object) -> tuple[int, ...] | None:
     >>> whole_numbers([2, 3]), whole_numbers([2, -3]), whole_numbers("23")
     ((2, 3), None, None)
     """
-    if not isinstance(values, list | tuple):
-        return None
-    for value in values:
-        if type(value) is not int or value < 0:  # True is an int too, but no size
-            return None
-    return tuple(values)
+    # True is an int too, but no size.
+    if isinstance(values, list | tuple) and all(type(n) is int and n >= 0 for n in values):
+        return tuple(values)
+    return None
 
 
 def checked_shape(values: object, where: str, name: str | None = None) -> tuple[int, ...]:
-    """A valid shape of a tensor; ``where`` and ``name`` are for the error.
-
-    >>> checked_shape([4, 2], "a.safetensors", "w")
-    (4, 2)
-    """
+    """A valid shape of a tensor; ``where`` and ``name`` are for the error."""
     # Thousands of tensors may share one list of millions: a list that is too long is not visited.
     too_long = isinstance(values, list | tuple) and len(values) > MAX_DIMS
     sizes = None if too_long else whole_numbers(values)
@@ -86,8 +80,7 @@ def shown(value: object) -> str:
 class Findings:
     """Problems of a checkpoint, and notes for its reader; one line each.
 
-    As a context it notes DamageError and UnsupportedError, and goes on after the block. It is no
-    generator: 100,000 of these take a second.
+    As a context it notes DamageError and UnsupportedError, and goes on after the block.
     """
 
     damage: list[str] = field(default_factory=list)
@@ -111,7 +104,6 @@ class Findings:
         self._add(what, self.damage)
 
     def note(self, what: str) -> None:
-        """Note something that is no problem but worth knowing."""
         self._add(what, self.notes)
 
     def _add(self, what: str, lines: list[str]) -> None:
@@ -127,7 +119,6 @@ class Findings:
 
     @property
     def any(self) -> bool:
-        """Whether something could not be read."""
         return bool(self.damage or self.unsupported)
 
     def check(self, root: str) -> None:
@@ -141,13 +132,13 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A checkpoint that is being read: its files, what the caller says of them, problems found."""
+    """A checkpoint that is being read: its files, the problems of them, arguments of the caller."""
 
     storage: Storage
     listed: tuple[StoredFile, ...]
     findings: Findings
-    rules: Rules | None = None
-    mesh: Mesh | None = None
+    rules: Rules | None
+    mesh: Mesh | None
 
     def catalog(
         self,
@@ -175,13 +166,21 @@ class Reading:
         )
 
     def check_parts(self, files: Iterable[StoredFile]) -> None:
-        """Note the files that the names of these imply and that are not there."""
-        for path in missing_parts(files):
-            if self.storage.is_file:
-                self.findings.note(f"{path} and other files of the same set were not given")
-                break
-            where = self.storage.where(path)
-            self.findings.add_damage(f"{where} is missing: the names of the other files imply it")
+        """Note files that names such as ``model-00002-of-00004`` imply and that are not there."""
+        groups: dict[tuple[str, str], tuple[int, set[int]]] = {}
+        for file in files:
+            if match := _PART.match(file.path):
+                width, have = groups.setdefault((match[1], match[3]), (len(match[2]), set()))
+                have.add(int(match[2]))
+        for (stem, ending), (width, have) in groups.items():
+            total = int(ending.partition(".")[0])
+            for number in islice((n for n in range(1, total + 1) if n not in have), 16):
+                path = f"{stem}{number:0{width}d}-of-{ending}"
+                if self.storage.is_file:
+                    self.findings.note(f"{path} and other files of the same set were not given")
+                    return
+                why = "is missing: the names of the other files imply it"
+                self.findings.add_damage(f"{self.storage.where(path)} {why}")
 
 
 def _first_of_each(dicts: Iterable[Mapping[str, T]]) -> dict[str, T]:
@@ -200,23 +199,18 @@ class LocalTensor(NamedTuple):
     offset: int
     storage: str = ""
     """The storage of the archive that holds it; empty outside of archives."""
-    length: int = 0
-    """Bytes of that storage."""
+    length: int = 0  # of that storage, in bytes
 
 
 @dataclass(slots=True)
 class Content:
-    """What one file holds."""
-
     where: str
-    """The full path, for errors."""
     tensors: dict[str, LocalTensor] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
     """That of a safetensors file, or plain values that JSON can represent, as JSON."""
     described: dict[str, str] = field(default_factory=dict)
     """Metadata about the file itself: its place among others, where its tensors belong."""
     values: dict[str, Any] = field(default_factory=dict)
-    """Plain values."""
     nesting: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     crcs: list[Crc] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
@@ -262,25 +256,6 @@ def is_distcp(path: str) -> bool:
     return path == ".metadata" or path.endswith(".distcp") or bool(RANK_METADATA.match(path))
 
 
-def missing_parts(files: Iterable[StoredFile]) -> Iterator[str]:
-    """Files that names such as ``model-00002-of-00004`` imply and the folder lacks.
-
-    >>> [*missing_parts([StoredFile("model-00001-of-00002.safetensors", 9)])]
-    ['model-00002-of-00002.safetensors']
-    """
-    groups: dict[tuple[str, str], tuple[int, set[int]]] = {}
-    for file in files:
-        match = _PART.match(file.path)
-        if match:
-            width, have = groups.setdefault((match[1], match[3]), (len(match[2]), set()))
-            have.add(int(match[2]))
-    for (stem, ending), (width, have) in groups.items():
-        total = int(ending.partition(".")[0])
-        absent = (number for number in range(1, total + 1) if number not in have)
-        for number in islice(absent, 16):
-            yield f"{stem}{number:0{width}d}-of-{ending}"
-
-
 def rank_of(path: str, mesh: Mesh | None) -> int | None:
     """The rank whose tensors a file holds, from its name; None if the name has no rank.
 
@@ -294,7 +269,19 @@ def rank_of(path: str, mesh: Mesh | None) -> int | None:
         return None
     match = _MODEL_PARALLEL.search(path)
     if match and mesh is not None and (match[2] is not None or "tp" in mesh.axes):
-        return _rank_at([int(group) for group in match.groups() if group is not None], mesh, path)
+        # The rank at these coordinates along tp, pp and ep, and at 0 along all other axes.
+        index = 0
+        for names, digits in zip(_AXES, match.groups(), strict=True):
+            number = int(digits or 0)
+            axis = next((name for name in names if name in mesh.axes), names[0])
+            size = mesh.axes.get(axis, 1)
+            if number >= size:
+                raise CheckpointError(
+                    f"{path} is at {names[0]}={number}, and mesh {mesh} has {names[0]}={size}: "
+                    "give the mesh that wrote it"
+                )
+            index += number * mesh.stride(axis) if number else 0
+        return mesh.ranks[index]
     match = match or _RANK.search(path) or _CONSOLIDATED.search(path)
     if match is None:
         return None
@@ -305,18 +292,3 @@ def rank_of(path: str, mesh: Mesh | None) -> int | None:
             "mesh that wrote it"
         )
     return rank
-
-
-def _rank_at(numbers: Sequence[int], mesh: Mesh, path: str) -> int:
-    """The rank at these coordinates along tp, pp and ep, and at 0 along all other axes."""
-    index = 0
-    for names, number in zip(_AXES, numbers, strict=False):
-        axis = next((name for name in names if name in mesh.axes), names[0])
-        size = mesh.axes.get(axis, 1)
-        if number >= size:
-            raise CheckpointError(
-                f"{path} is at {names[0]}={number}, and mesh {mesh} has {names[0]}={size}: give "
-                "the mesh that wrote it"
-            )
-        index += number * mesh.stride(axis) if number else 0
-    return mesh.ranks[index]

@@ -51,12 +51,9 @@ MAX_PICKLE = 1 << 16
 CHUNK_BYTES = 16
 """The least bytes of metadata per chunk, unless tensors share a list of chunks."""
 MAX_PATH = 1 << 12
-MAX_KEYS = 64
-"""Length of the path to an entry of a nested state dict."""
+MAX_KEYS = 64  # of the path to an entry of a nested state dict
 KNOWN_PICKLES = 1 << 12
-"""Pickles that are kept, because archives of one shape have the same."""
 EXTRAS = ("mcore_data",)
-"""Attributes of the metadata that other programs write and read."""
 
 _METADATA = "torch.distributed.checkpoint.metadata."
 _DATA = re.compile(r"__(\d{1,9})_\d{1,9}\.distcp\Z")
@@ -75,7 +72,6 @@ class _Chunk(NamedTuple):
 
 
 def read_distcp_folder(reading: Reading) -> Catalog:
-    """The catalog of a folder with a ``.metadata``, or with one for each rank."""
     rules, mesh, root = reading.rules, reading.mesh, reading.storage.root
     ranks = _metadata_of_ranks(reading)
     if ranks and rules is None and mesh is not None:
@@ -94,8 +90,14 @@ def read_distcp_folder(reading: Reading) -> Catalog:
         from reshard.checkpoint.formats.ranks import join_by_rules
 
         catalog = join_by_rules(reading, catalog, by_rank, rules)
-    else:
-        _check_names_apart(root, by_rank)
+    home: dict[str, int] = {}
+    for rank, name in ((rank, name) for rank, tensors in by_rank.items() for name in tensors):
+        if rules is None and home.setdefault(name, rank) != rank:
+            raise CheckpointError(
+                f"{root} holds local tensors of {len(by_rank)} ranks that saved without each other "
+                f"({quoted(name)} is on ranks {home[name]} and {rank}) and do not record their "
+                "layout: give --rules and --mesh"
+            )
     # Files of a .distcp that no metadata names were left by an earlier save on more ranks.
     used = {METADATA, *ranks.values(), *(file.path for file in catalog.files)}
     stale = [f.path for f in reading.listed if is_distcp(f.path) and f.path not in used]
@@ -110,27 +112,14 @@ def read_distcp_folder(reading: Reading) -> Catalog:
 def _metadata_of_ranks(reading: Reading) -> dict[int, str]:
     """The metadata of each rank, if there is no common one; a rank without one is damage."""
     paths = [file.path for file in reading.listed]
-    if METADATA in paths:
-        return {}
     ranks = {int(match[1]): path for path in paths if (match := RANK_METADATA.match(path))}
+    if METADATA in paths or not ranks:
+        return {}
     writers = {int(match[1]) for path in paths if (match := _DATA.match(path))}
-    for rank in sorted(({0} | writers) - ranks.keys()) if ranks else ():
+    for rank in sorted(({0} | writers) - ranks.keys()):
         where = reading.storage.where(f"__{rank}.metadata")
         reading.findings.add_damage(f"{where} is missing: other ranks have one")
     return dict(sorted(ranks.items()))
-
-
-def _check_names_apart(root: str, by_rank: Mapping[int, Tensors]) -> None:
-    """Refuse names that several ranks have: only rules say how their tensors belong together."""
-    home: dict[str, int] = {}
-    for rank, tensors in by_rank.items():
-        for name in tensors:
-            if home.setdefault(name, rank) != rank:
-                raise CheckpointError(
-                    f"{root} holds local tensors of {len(by_rank)} ranks that saved without each "
-                    f"other ({quoted(name)} is on ranks {home[name]} and {rank}) and do not "
-                    "record their layout: give --rules and --mesh"
-                )
 
 
 def _with_metadata(catalog: Catalog, reading: Reading, path: str) -> tuple[Catalog, Tensors]:
@@ -194,7 +183,6 @@ def _with_metadata(catalog: Catalog, reading: Reading, path: str) -> tuple[Catal
 
 
 def _extras(metadata: Record, most: int, where: str, findings: Findings) -> Mapping[str, object]:
-    """Attributes of other programs, where they are plain values."""
     extras, visits = {}, Visits(most + MAX_KEYS)
     for name in EXTRAS:
         value = metadata.field(name)

@@ -50,7 +50,6 @@ class Shared(Record):
 
 
 def pickled(value: Any) -> bytes:
-    """A value as a pickle of protocol 2."""
     pickler = _Pickler()
     pickler.dump(value)
     return pickler.file.getvalue()

@@ -178,7 +178,6 @@ class _Ranks:
 
 
 def _stored(local: _Local, pieces: Sequence[Piece]) -> Iterator[StoredPiece]:
-    """The pieces of a local tensor, with their places in its file."""
     tensor = local.tensor
     size, ideal = itemsize(tensor.dtype), row_major(tensor.shape)
     for piece in pieces:
@@ -312,7 +311,6 @@ def _layout(mesh: str, notation: str, shape: Shape, where: str) -> Layout:
 
 
 def _blocks(cuts: Cuts) -> Iterator[int]:
-    """The block sizes of the cyclic words of a dim."""
     for cut in cuts:
         match cut:
             case Cyclic(block=block):

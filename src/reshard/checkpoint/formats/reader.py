@@ -8,11 +8,6 @@ model-rank-3-part-0.safetensors, ...    tensors of one rank, sharded as rules sa
 any other name                          one of the two above, recognised by its first bytes
 
 Files in subfolders count only if none directly in the folder holds tensors.
-
->>> kind_of(b"PK\\3\\4" + bytes(22) + b"\\x10\\0\\0\\0archive/data.pkl", 1000)
-'torch'
->>> kind_of(b"\\x40\\0\\0\\0\\0\\0\\0\\0{", 1000)
-'safetensors'
 """
 
 from __future__ import annotations
@@ -73,7 +68,6 @@ def check_committed(storage: Storage, listed: Sequence[StoredFile], findings: Fi
 
 
 def _json(storage: Storage, path: str, length: int) -> dict[str, Any] | None:
-    """The JSON object in the first bytes of a file; None if it is anything else."""
     try:
         data = json.loads(storage.read(path, 0, length))
     except (ValueError, RecursionError):
@@ -169,8 +163,7 @@ LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 def read_catalog(storage: Storage, rules: Rules | None = None, mesh: Mesh | None = None) -> Catalog:
-    """The catalog of a checkpoint; raises DamageError if a file is damaged, and UnsupportedError if
-    one is sound but cannot be read.
+    """The catalog of a checkpoint; raises the first of its problems.
 
     Rules and a mesh are for files of ranks that do not describe their layout. Whether the tensors
     are complete is checked separately: see ``StoredTensor.missing``.
@@ -259,7 +252,6 @@ def _check_torch_index(reading: Reading, catalog: Catalog) -> None:
 
 
 def _read_safetensors(reading: Reading, named: Sequence[StoredFile]) -> Catalog:
-    """The catalog of safetensors files, whose metadata shows which kind they are."""
     from reshard.checkpoint.formats.safetensors.header import SHARDING
     from reshard.checkpoint.formats.safetensors.reader import (
         check_counts,

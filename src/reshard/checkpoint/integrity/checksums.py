@@ -35,8 +35,7 @@ SIDECAR = "reshard-checksums.json"
 VERSION = 2
 CHUNK = 4 << 20
 """The longest chunk that is written; an unaligned reader re-reads at most two of them."""
-WIDTH = 16
-"""Bytes of one checksum."""
+WIDTH = 16  # bytes of one checksum
 ROOM = 32 << 20
 """Bytes that a sidecar may have regardless of its files."""
 PER_BYTE = 4
@@ -54,8 +53,6 @@ Sum = tuple[int, int, int, str]
 
 
 class ChunkSum(NamedTuple):
-    """A range of a file with one checksum."""
-
     start: int
     stop: int
     sum: bytes
@@ -86,8 +83,6 @@ class FileSums:
 
 @dataclass(frozen=True, slots=True)
 class Checksums:
-    """The content of a sidecar."""
-
     files: Mapping[str, FileSums]
     digests: Mapping[str, str]
     request: Mapping[str, Any] | None = None
@@ -140,18 +135,18 @@ class Checksums:
 
 def load_checksums(storage: Storage) -> Checksums | None:
     """The checksums of a checkpoint, or None if it has none."""
-    listed = {file.path: file.size for file in storage.list()}
-    if SIDECAR not in listed and len(listed) != 1:
+    sizes = {file.path: file.size for file in storage.list()}
+    is_listed, where = SIDECAR in sizes, f"{storage.root}/{SIDECAR}"
+    if not is_listed and len(sizes) != 1:
         return None
     try:
         size = storage.size(SIDECAR)
     except DamageError:
-        if SIDECAR in listed:
+        if is_listed:
             raise
         return None  # a single file without a sidecar
-    where = f"{storage.root}/{SIDECAR}"
-    others = sum(listed.values()) - listed.get(SIDECAR, 0)
-    most = ROOM + others * PER_BYTE if SIDECAR in listed else MAX_ALONE
+    others = sum(sizes.values()) - sizes.get(SIDECAR, 0)
+    most = ROOM + others * PER_BYTE if is_listed else MAX_ALONE
     if size > most:
         raise DamageError(
             f"{where} has {size} bytes, and for {others} bytes of files at most {most} are read: "
@@ -170,7 +165,6 @@ def checksum(data: Bytes) -> bytes:
 
 
 def sums_of(file: int, offset: int, data: Bytes) -> list[Sum]:
-    """The checksums of bytes that are written to a file."""
     view = memoryview(data)
     parts = ((offset + at, view[at : at + CHUNK]) for at in range(0, len(view), CHUNK))
     return [(file, at, at + len(part), checksum(part).hex()) for at, part in parts]
@@ -283,7 +277,6 @@ class Checker:
 
 
 def damage(where: str, chunk: ChunkSum, now: bytes) -> str:
-    """The error message for a chunk that has changed."""
     return (
         f"{where}: bytes {chunk.start} to {chunk.stop} changed since they were written: their "
         f"checksum is {now.hex()} and was {chunk.sum.hex()}: restore the file from a "
@@ -292,7 +285,6 @@ def damage(where: str, chunk: ChunkSum, now: bytes) -> str:
 
 
 def sum_of(storage: Storage, path: str, start: int, stop: int) -> bytes:
-    """The checksum of a range of a file."""
     hasher = _hasher()
     for part in blocks(storage, path, start, stop):
         hasher.update(part)

@@ -160,7 +160,6 @@ def _value(words: Array, dims: Dims) -> int:
 
 
 def _split(words: Array, dims: Dims, dim: int, at: int) -> int:
-    """The value of an array from those of its parts before and after an index of one dim."""
     length, step = dims[dim]
     before, after = np.split(words, [at], axis=dim)
     low = _value(before, (*dims[:dim], (at, step), *dims[dim + 1 :]))

@@ -28,9 +28,6 @@ Torch's readers ignore it. The offset of a tensor in the global one is in torch'
 ``DCP_SHARDING_INFO`` (``{"w": {"saved_offsets": [4, 0]}}``); in a file without that key it
 follows from rank, mesh and layout, which also covers local tensors joined from several boxes.
 
->>> own = OwnMetadata(3, 4, "tp=4", 2, {"w": OwnTensor((8, 4), "tp -")})
->>> OwnMetadata.parse(own.to_text(), "a.safetensors") == own
-True
 """
 
 from __future__ import annotations
@@ -50,8 +47,7 @@ from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.layout.box import row_major
 from reshard.text import quoted
 
-MAX_HEADER = 100_000_000
-"""The limit of the safetensors library."""
+MAX_HEADER = 100_000_000  # the limit of the safetensors library
 
 DTYPES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "I32": "int32",
@@ -64,17 +60,14 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class BuiltHeader(NamedTuple):
-    """The first bytes of a file to be written, and the places of its tensors."""
+    """The bytes of a file before its tensors, the byte at which each begins, the size of all."""
 
     data: bytes
-    """The length and the header, ending where the first tensor begins."""
     offsets: Mapping[str, int]
-    """The byte of the file at which each tensor begins."""
     file_size: int
 
 
 def header_length(first: bytes, file_size: int, where: str) -> int:
-    """The length of the header, from the first eight bytes of a file."""
     if len(first) < 8:
         raise DamageError(f"{where} has {file_size} bytes: a safetensors file has at least 8")
     length = int.from_bytes(first[:8], "little")
@@ -204,8 +197,6 @@ VERSION = 1
 
 
 class OwnTensor(NamedTuple):
-    """The global shape of a tensor, and its layout if known."""
-
     shape: tuple[int, ...]
     layout: str | None = None
 

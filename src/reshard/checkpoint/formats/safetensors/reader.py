@@ -134,7 +134,6 @@ def find_index(listed: Iterable[StoredFile]) -> StoredFile | None:
 
 
 def index_files(storage: Storage, index: StoredFile) -> Mapping[str, str]:
-    """The file of each tensor, from the index."""
     where = storage.where(index.path)
     if index.size > MAX_INDEX:
         raise DamageError(f"{where} has {index.size} bytes, at most {MAX_INDEX} are read")
@@ -170,7 +169,6 @@ def _tensors(names: Sequence[str]) -> str:
 
 
 def read_whole(reading: Reading, files: Sequence[StoredFile], contents: Contents) -> Catalog:
-    """The catalog of files that hold whole tensors."""
     index = find_index(reading.listed)
     if index is None:
         reading.check_parts(files)
@@ -260,7 +258,6 @@ def read_sharded(reading: Reading, contents: Contents, own: Own) -> Catalog:
 def _start(
     name: str, local: LocalTensor, where: str, offsets: Mapping[str, Any] | None
 ) -> tuple[int, ...]:
-    """Where a tensor of a file begins in the global one."""
     if offsets is None:
         return (0,) * len(local.shape)
     place, named = offsets.get(name), f"{where}: tensor {quoted(name)}"

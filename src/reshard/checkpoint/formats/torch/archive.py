@@ -17,7 +17,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain
 from operator import itemgetter
 from typing import NamedTuple
 from zlib import crc32
@@ -65,8 +65,7 @@ class Archive:
 
     @property
     def storages(self) -> dict[str, Member]:
-        members = self.members.items()
-        return {name[5:]: member for name, member in members if name.startswith("data/")}
+        return {n[5:]: member for n, member in self.members.items() if n.startswith("data/")}
 
     def crcs(self, file: int, prefix: str = "data/") -> list[Crc]:
         """The CRC-32 of each member with this prefix that has one, by default of the storages."""
@@ -80,13 +79,6 @@ class Archive:
             return self.head[start : start + length]
         is_in_tail = start >= first and start + length <= self.range[2]
         return self.tail[start - first : start - first + length] if is_in_tail else None
-
-    def place(self, start: int, length: int) -> Range:
-        """A range of the archive as a range of its file."""
-        path, offset, size = self.range
-        if start + length > size:
-            raise DamageError(f"{self.where}: byte {start + length} is beyond its end")
-        return path, offset + start, length
 
 
 def read_archives(
@@ -119,7 +111,6 @@ def read_archives(
 
 
 def crc_damage(where: str, offset: int, size: int, was: int, now: int) -> str:
-    """The error message for bytes of a file that have another CRC-32 now."""
     return (
         f"{where}: bytes {offset} to {offset + size} changed since torch saved them: their CRC-32 "
         f"is {now:08x} and was {was:08x}: restore the file from a copy"
@@ -195,8 +186,14 @@ def _with_members(storage: Storage, ranges: Sequence[Range], largest: int) -> li
 def _read(storage: Storage, places: Sequence[tuple[Archive, int, int]]) -> list[bytes]:
     """Ranges of archives, relative to their starts; those at the ends were read before."""
     known = [archive.known(start, length) for archive, start, length in places]
-    unknown = [place for place, data in zip(places, known, strict=True) if data is None]
-    rest = iter(storage.read_many([archive.place(*place) for archive, *place in unknown]))
+    ranges = []
+    for (archive, start, length), data in zip(places, known, strict=True):
+        path, offset, size = archive.range
+        if data is None and start + length > size:
+            raise DamageError(f"{archive.where}: byte {start + length} is beyond its end")
+        if data is None:
+            ranges.append((path, offset + start, length))
+    rest = iter(storage.read_many(ranges))
     return [next(rest) if data is None else data for data in known]
 
 
@@ -219,22 +216,20 @@ def _read_ends(storage: Storage, archives: Sequence[Archive]) -> None:
             raise _no_zip(archive.where, head)
 
 
-_OTHERS = {
-    b"\x80": "a pickle, as torch.save wrote it before torch 1.6",
-    b"\x1f\x8b": "compressed with gzip",
-    b"\x28\xb5\x2f\xfd": "compressed with zstd",
-    b"\x89HDF": "an HDF5 file",
-    b"GGUF": "a GGUF file",
-}
-"""The first bytes of other formats that use the same file names."""
+_OTHERS = (
+    (4, b"\0\0\0\0{", "in the format of safetensors"),
+    (257, b"ustar", "a tar archive"),
+    (0, b"\x80", "a pickle, as torch.save wrote it before torch 1.6"),
+    (0, b"\x1f\x8b", "compressed with gzip"),
+    (0, b"\x28\xb5\x2f\xfd", "compressed with zstd"),
+    (0, b"\x89HDF", "an HDF5 file"),
+    (0, b"GGUF", "a GGUF file"),
+)
+"""Bytes, and where they are in files of other formats that use the same names."""
 
 
 def _no_zip(where: str, head: bytes) -> CheckpointError:
-    what = next((what for begins, what in _OTHERS.items() if head.startswith(begins)), None)
-    if head[257:262] == b"ustar":
-        what = "a tar archive"
-    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < MAX_PICKLE:
-        what = "in the format of safetensors"
+    what = next((what for at, magic, what in _OTHERS if head.startswith(magic, at)), None)
     if what is None:
         return DamageError(f"{where} begins with {head[:4]!r} and is no archive of torch.save")
     return UnsupportedError(
@@ -267,7 +262,7 @@ def _directory(archive: Archive, largest: int) -> tuple[int, int]:
 
 
 class _Listed(NamedTuple):
-    """A member in the directory: the place of its header in the archive, its size and CRC-32."""
+    """A member in the directory; its header is at this byte of the archive."""
 
     path: str
     header: int
@@ -279,24 +274,19 @@ class _Listed(NamedTuple):
 def _listed(where: str, data: bytes) -> tuple[list[_Listed], int]:
     """The wanted members of a directory, whose members must not overlap, and the end of all."""
     members, at = [], 0
-    while at + _CENTRAL.size <= len(data):
+    while data[at : at + 4] == b"PK\x01\x02" and at + _CENTRAL.size <= len(data):
         row = _CENTRAL.unpack_from(data, at)
-        if row[0] != b"PK\x01\x02":
-            break
-        flags, method, crc, packed, size = row[3], row[4], row[7], row[8], row[9]
-        name_end = at + _CENTRAL.size + row[10]
-        extra_end = name_end + row[11]
-        path = data[at + _CENTRAL.size : name_end].decode("utf-8", "replace")
-        header = row[16]
+        crc, packed, size, header = *row[7:10], row[16]
+        start, name_end, extra_end, at = accumulate(row[10:13], initial=at + _CENTRAL.size)
+        path = data[start:name_end].decode("utf-8", "replace")
         if BIG in (size, packed, header):
             size, packed, header = _wide(data[name_end:extra_end], size, packed, header)
-        is_packed = bool(method or flags & 1)
+        is_packed = bool(row[4] or row[3] & 1)  # the method, and whether it is encrypted
         if packed != size and not is_packed:
             raise DamageError(
                 f"{where}: member {quoted(path)} has {packed} bytes and {size} unpacked"
             )
         members.append(_Listed(path, header, packed, crc, is_packed))
-        at = extra_end + row[12]
     if at != len(data) or not members:
         raise DamageError(f"{where}: its directory ends after {len(members)} members")
     end, before = 0, ""

@@ -1,13 +1,11 @@
 """``torch.save`` files: a nested state dict, flattened to dotted names.
 
 Plain values (an iteration, the betas of an optimizer) are kept under the names that torch's
-distributed checkpoints give them; entries that are neither tensors nor plain are left out and
-listed.
+distributed checkpoints give them; other entries that are no tensors are left out and listed.
 
-Checkpoints of DeepSpeed's ZeRO are refused: their parts have no shapes. ZeRO flattens parameters
-and optimizer states, joins them to groups and shards the groups over ranks. From stage 3 on the
-files of the model hold empty placeholders for parameters, which would be read as complete tensors
-of shape (0,).
+Checkpoints of DeepSpeed's ZeRO are refused. ZeRO flattens parameters and optimizer states, joins
+them to groups and shards the groups over ranks, so its parts have no shapes. From stage 3 on the
+model has empty placeholders, which would be read as complete tensors of shape (0,).
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ from reshard.checkpoint.formats.checks import (
 )
 from reshard.checkpoint.formats.torch.archive import Archive, read_archives
 from reshard.checkpoint.formats.torch.tensors import (
-    MAX_ARGS,
     Visits,
     as_json,
     is_plain,
@@ -63,40 +60,34 @@ def check_no_zero_files(root: str, listed: Iterable[StoredFile]) -> None:
         raise UnsupportedError(f"{root}: {quoted(file.path)} is {kind}, which {_ADVICE}{more}")
 
 
-def check_no_zero(value: Any, where: str) -> None:
-    """Refuse a file whose tensors are flattened parts or empty placeholders."""
-    if not isinstance(value, dict):
-        return
-    states = value.get("optimizer_state_dict")
+def _check_no_states(value: Any, where: str) -> None:
+    """Refuse a file of flattened parts of optimizer states."""
+    states = value.get("optimizer_state_dict") if isinstance(value, dict) else None
     if isinstance(states, dict) and "zero_stage" in states:
         stage = states["zero_stage"]
         name = f"ZeRO-{stage}" if isinstance(stage, int) and 0 <= stage <= 3 else "ZeRO"
         raise UnsupportedError(
             f"{where} holds flat parts of optimizer states of DeepSpeed's {name}, which {_ADVICE}"
         )
-    if "ds_version" not in value and "ds_config" not in value:
+
+
+def _check_placeholders(content: Content) -> None:
+    """Refuse a model of ZeRO-3: a parameter is stored without elements, although it has some."""
+    paths = content.nesting
+    if not any(path[:1] in (("ds_version",), ("ds_config",)) for path in paths.values()):
         return
-    groups = value.get("param_shapes")  # the global shapes: one dict, or one for each group
-    groups = groups[:MAX_ARGS] if isinstance(groups, list) else [groups]
-    shapes = [shape for group in groups if isinstance(group, dict) for shape in group.items()]
-    empty = {name for name, sizes in shapes if isinstance(sizes, tuple) and 0 in sizes[:MAX_ARGS]}
-    module = value.get("module")
-    for name, tensor in module.items() if isinstance(module, dict) else ():
-        if name not in empty and 0 in _sizes(tensor):
+    # The global shapes are in one dict, or in one for each group.
+    names = [name for name, path in paths.items() if path[:1] == ("param_shapes",)]
+    shapes = {paths[name][-1]: content.values.get(name) for name in names}
+    for name, tensor in content.tensors.items():
+        first, key = paths[name][0], paths[name][-1]
+        shape = shapes.get(key)
+        has_none = isinstance(shape, tuple) and 0 in shape
+        if first == "module" and 0 in tensor.shape and not has_none:
             raise UnsupportedError(
-                f"{where}: tensor {quoted(name)} is an empty placeholder of DeepSpeed's ZeRO-3, "
-                f"whose parameters are flat parts in other files, which {_ADVICE}"
+                f"{content.where}: tensor {quoted(key)} is an empty placeholder of DeepSpeed's "
+                f"ZeRO-3, whose parameters are flat parts in other files, which {_ADVICE}"
             )
-
-
-def _sizes(value: Any) -> Sequence[Any]:
-    """The shape of a tensor, also of one in a parameter; empty for any other value."""
-    for _ in range(2):
-        args = value.args[:MAX_ARGS] if isinstance(value, Record) else ()
-        if len(args) > 2 and isinstance(args[2], tuple):
-            return args[2][:MAX_ARGS]
-        value = args[0] if args else None
-    return ()
 
 
 MAX_ENTRIES = 1 << 20
@@ -104,7 +95,6 @@ MAX_NESTING = 32
 MAX_SHARED = 1 << 12
 """Places at which one dict or list object may occur; nested sharing grows without end."""
 MAX_NAME = 1 << 12
-"""Characters of a name: keys and their dots."""
 ENTRIES = 4
 """Visits of entries per byte of the pickle; without sharing a byte has at most one entry, which is
 visited up to four times."""
@@ -153,7 +143,7 @@ def read_torch_file(
     """The tensors and plain values of one ``torch.save`` file, which has this number."""
     [archive] = read_archives(storage, [(file.path, 0, file.size)])
     value = unpickle(archive.pickle, archive.where)
-    check_no_zero(value, archive.where)
+    _check_no_states(value, archive.where)
     content = Content(archive.where, crcs=archive.crcs(number))
     visits = Visits(min(MAX_ENTRIES, MAX_SHARED + ENTRIES * len(archive.pickle)))
     most_text, num_text = FREE_TEXT + TEXT * len(archive.pickle), 0
@@ -183,6 +173,7 @@ def read_torch_file(
                 f"{archive.where}: its names and values have more than {most_text} characters, and "
                 f"its pickle has {len(archive.pickle)} bytes: it repeats a few without end"
             )
+    _check_placeholders(content)
     _check_content(content, archive, findings)
     return content
 

@@ -1,9 +1,8 @@
 """Tensors and plain values in the pickles of ``torch.save`` archives.
 
-A tensor has a dtype, a shape, strides, and the bytes of a storage. Plain values are numbers,
-strings, bytes, and lists, tuples and dicts of them. Values that nest without end, or that refer to
-one list in thousands of places, are not plain: each visit of a value is counted, so that its text
-and its pickle are bounded by the size of the file.
+Plain values are numbers, strings, bytes, and lists, tuples and dicts of them. Values that nest
+without end, or that refer to one list in thousands of places, are not plain: each visit of a value
+is counted, so that its text and its pickle are bounded by the size of the file.
 
 >>> is_plain([0.9, (1, None)], Visits(100)), is_plain([object()], Visits(100))
 (True, False)
@@ -56,7 +55,6 @@ def is_tensor(value: object) -> bool:
 
 
 def dtype_of(value: object, where: str) -> str:
-    """The canonical name of ``torch.bfloat16`` and its like."""
     if isinstance(value, Global) and value.module == "torch" and value.name in ITEMSIZE:
         return value.name
     kind = value.path if isinstance(value, Global) else shown(value)
@@ -89,7 +87,11 @@ def tensor_of(record: Record, where: str) -> LocalTensor:
     strides = whole_numbers(stride) if fits else None
     if strides is None or whole_numbers((start,)) is None:
         raise DamageError(f"{where}: strides {shown(stride)} do not fit the shape {shape}")
-    start, strides = _used(shape, start, strides)
+    # Strides that lead to no element may be any number; these become the usual ones.
+    usual = row_major(shape)
+    steps = zip(shape, strides, usual, strict=True)
+    strides = tuple(least if length == 1 else stride for length, stride, least in steps)
+    start, strides = (0, usual) if 0 in shape else (start, strides)
     last = start + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     count, size = length // itemsize(dtype), prod(shape) * itemsize(dtype)
     if last >= count and size:
@@ -114,21 +116,6 @@ def within(archive: Archive, tensor: LocalTensor, where: str) -> LocalTensor:
             f"{where}: storage {tensor.storage} has {member.size} bytes instead of {tensor.length}"
         )
     return tensor._replace(offset=tensor.offset + (member.offset if member else 0))
-
-
-def _used(
-    shape: tuple[int, ...], start: int, strides: tuple[int, ...]
-) -> tuple[int, tuple[int, ...]]:
-    """Start and strides, with usual values where they lead to no element and may be any number.
-
-    >>> _used((1, 4), 2, (10**30, 1)), _used((0, 4), 10**30, (7, 7))
-    ((2, (4, 1)), (0, (4, 1)))
-    """
-    usual = row_major(shape)
-    if 0 in shape:
-        return 0, usual
-    steps = zip(shape, strides, usual, strict=True)
-    return start, tuple(least if length == 1 else stride for length, stride, least in steps)
 
 
 def _plain(record: Record, where: str) -> Record:
@@ -162,8 +149,7 @@ def _storage(storage: Any, dtype: str | None, where: str) -> tuple[str, str, int
 
 
 MAX_DEPTH = 32
-MAX_TEXT = 1 << 20
-"""Characters and bytes of all strings of one value."""
+MAX_TEXT = 1 << 20  # of all strings of one value
 _NUMBERS = (int, float, type(None))  # bool is an int
 
 

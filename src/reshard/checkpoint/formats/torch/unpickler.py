@@ -6,8 +6,6 @@ values, so nothing is imported or called, and names that only an attack has are 
 short input can repeat (copies of a long list, long keys) is counted, so time and memory are
 proportional to the size of the input.
 
->>> print(unpickle(pickle.dumps({"w": [1, 2.5, None]}), "a.pkl"))
-{'w': [1, 2.5, None]}
 >>> unpickle(pickle.dumps(eval), "a.pkl")
 Traceback (most recent call last):
 reshard.errors.UnsupportedError: a.pkl: names builtins.eval, which is not read: nothing was run
@@ -26,8 +24,7 @@ from typing import Any, NoReturn
 from reshard.errors import DamageError, UnsupportedError
 from reshard.text import quoted
 
-MAX_NAME = 1 << 10
-"""Characters of the name of a module, and of a name in it."""
+MAX_NAME = 1 << 10  # characters of the name of a module, and of a name in it
 COPIES, FREE_COPIES = 4, 1 << 12
 """Elements that may be copied for each byte of the input, and regardless of its size."""
 MAX_KEY = 1 << 60
@@ -54,8 +51,6 @@ _HARMLESS = {
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Global:
-    """The name of a class or function in a module."""
-
     module: str
     name: str
 
@@ -78,7 +73,6 @@ class Record:
 
     @property
     def kind(self) -> str:
-        """The path of the class or function, or ``persistent``."""
         return "persistent" if self.maker is None else self.maker.path
 
     def field(self, name: str) -> Any:
@@ -253,11 +247,11 @@ class _Unpickler(pickle._Unpickler):
 
     def load_frozenset(self) -> None:
         items = self.pop_mark()
-        self.append(Record(_FROZENSET, (items,)))
+        self.append(Record(Global("builtins", "frozenset"), (items,)))
 
     def load_bytearray(self) -> None:
         _LIBRARY[pickle.BINBYTES8[0]](self)
-        self.stack[-1] = Record(_BYTEARRAY, (self.stack[-1],))
+        self.stack[-1] = Record(Global("builtins", "bytearray"), (self.stack[-1],))
 
     def load_other(self) -> None:
         code = self._file.getbuffer()[self._file.tell() - 1]
@@ -267,13 +261,8 @@ class _Unpickler(pickle._Unpickler):
 
 _SIMPLE = frozenset({str, int, float, bool, type(None), bytes, Record, Global})
 _Stop: Any = vars(pickle)["_Stop"]
-_SET, _FROZENSET, _BYTEARRAY = (
-    Global("builtins", name) for name in ("set", "frozenset", "bytearray")
-)
-"""They become records, as protocol 2 has them: elements are not hashed, nothing is allocated."""
 _LIBRARY: dict[int, Callable[[Any], None]] = dict(pickle._Unpickler.dispatch)
 _STEPS: list[Callable[[Any], Any]] = [_Unpickler.load_other] * 256
-"""What carries out each of the 256 instructions."""
 for _code in b"\x80(012N\x88\x89JKMG\x8aX\x8c\x8dBC\x8e]})\x85\x86\x87tlaec\x93Qhjqr\x94.":
     _STEPS[_code] = _LIBRARY[_code]  # of the standard library: they only build plain values
 for _name, _step in {
@@ -285,7 +274,8 @@ for _name, _step in {
     pickle.NEWOBJ: _Unpickler.load_reduce,
     pickle.NEWOBJ_EX: _Unpickler.load_newobj_ex,
     pickle.BUILD: _Unpickler.load_build,
-    pickle.EMPTY_SET: lambda reader: reader.append(Record(_SET)),
+    # Sets become records, as in protocol 2: elements are not hashed, nothing is allocated.
+    pickle.EMPTY_SET: lambda reader: reader.append(Record(Global("builtins", "set"))),
     pickle.ADDITEMS: _LIBRARY[pickle.APPENDS[0]],
     pickle.FROZENSET: _Unpickler.load_frozenset,
     pickle.BYTEARRAY8: _Unpickler.load_bytearray,
