@@ -214,7 +214,10 @@ class OwnMetadata:
     def to_text(self) -> str:
         data: dict[str, Any] = {"version": VERSION, "file": self.file, "files": self.files}
         data |= {"mesh": self.mesh, "rank": self.rank}
-        data["tensors"] = {name: _known(one._asdict()) for name, one in self.tensors.items()}
+        data["tensors"] = {
+            name: _known({"shape": shape, "layout": layout})
+            for name, (shape, layout) in self.tensors.items()
+        }
         return json.dumps(_known(data), separators=(",", ":"))
 
     @classmethod
