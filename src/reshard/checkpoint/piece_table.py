@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +43,6 @@ class PieceTable:
 
     @classmethod
     def of(cls, pieces: Sequence[StoredPiece], num_dims: int, itemsize: int) -> PieceTable:
-        """A table of the pieces of a catalog."""
         rows = [(*p.box.start, *p.box.stop, *p.strides, p.file, p.offset) for p in pieces]
         table = np.array(rows, dtype=np.int64).reshape(len(pieces), 3 * num_dims + 2)
         starts, stops = table[:, :num_dims], table[:, num_dims : 2 * num_dims]
@@ -53,14 +52,12 @@ class PieceTable:
     @classmethod
     @lru_cache(maxsize=1024)
     def none(cls, num_dims: int, itemsize: int) -> PieceTable:
-        """A table without rows."""
         return cls.of((), num_dims, itemsize)
 
     def __len__(self) -> int:
         return len(self.files)
 
     def fingerprint(self) -> bytes:
-        """Bytes that are equal for tables with equal rows."""
         return b"".join(getattr(self, name).tobytes() for name in _COLUMNS)
 
     def __getitem__(self, rows: Ints | slice) -> PieceTable:
@@ -68,12 +65,10 @@ class PieceTable:
 
     @cached_property
     def shapes(self) -> Ints:
-        """The length of each box in each dim."""
         return self.stops - self.starts
 
     @cached_property
     def num_bytes(self) -> Ints:
-        """Bytes of the elements of each box."""
         sizes: Ints = self.shapes.prod(axis=1) * self.itemsize
         return sizes
 
@@ -99,7 +94,6 @@ class PieceTable:
         return map(self.box, range(len(self)))
 
     def pieces(self) -> Iterator[StoredPiece]:
-        """The rows as objects."""
         strides = (self.strides // self.itemsize).tolist()
         rows = zip(self.boxes(), self.files.tolist(), self.offsets.tolist(), strides, strict=True)
         return (StoredPiece(box, file, offset, tuple(steps)) for box, file, offset, steps in rows)
@@ -127,35 +121,31 @@ class PieceTable:
 
     def runs(self) -> PieceTable:
         """The same elements in boxes that are one run of bytes each."""
-        done = self[np.flatnonzero(self.is_run)]
-        parts = [self._runs_of(int(row)) for row in np.flatnonzero(~self.is_run)]
-        return joined([done, *parts]) if parts else self
-
-    def _runs_of(self, row: int) -> PieceTable:
-        """One box split at every gap: its outer dims are enumerated, its inner dims are one run."""
-        shape, strides = self.shapes[row].tolist(), self.strides[row].tolist()
-        outer, run = len(shape), self.itemsize
-        while outer and (shape[outer - 1] == 1 or strides[outer - 1] == run):
-            outer -= 1
-            run *= shape[outer]
-        at = np.indices(shape[:outer]).reshape(outer, -1).T
-        starts = np.repeat(self.starts[row : row + 1], len(at), axis=0)
-        stops = np.repeat(self.stops[row : row + 1], len(at), axis=0)
-        starts[:, :outer] += at
-        stops[:, :outer] = starts[:, :outer] + 1
-        return self.clipped(np.full(len(at), row), starts, stops)
+        parts = [self[np.flatnonzero(self.is_run)]]
+        for row in np.flatnonzero(~self.is_run).tolist():
+            # Outer dims are enumerated, inner dims are one run.
+            shape, strides = self.shapes[row].tolist(), self.strides[row].tolist()
+            outer, run = len(shape), self.itemsize
+            while outer and (shape[outer - 1] == 1 or strides[outer - 1] == run):
+                outer -= 1
+                run *= shape[outer]
+            at = np.indices(shape[:outer]).reshape(outer, -1).T
+            rows = np.full(len(at), row)
+            starts, stops = self.starts[rows], self.stops[rows]
+            starts[:, :outer] += at
+            stops[:, :outer] = starts[:, :outer] + 1
+            parts.append(self.clipped(rows, starts, stops))
+        return joined(parts) if len(parts) > 1 else self
 
 
 def joined(parts: Sequence[PieceTable]) -> PieceTable:
-    """The rows of several tables."""
     columns: dict[str, Any] = {
         name: np.concatenate([getattr(p, name) for p in parts]) for name in _COLUMNS
     }
     return replace(parts[0], **columns)
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """A range of bytes of a file, and the rows of a table that are in it."""
 
     file: int
@@ -183,26 +173,22 @@ def extents(table: PieceTable, gap: int, limit: int) -> Iterator[Extent]:
     new = np.append(True, begins[1:] + files[1:] * apart > furthest[:-1] + gap)
     limits = np.append(np.flatnonzero(new), len(order))
     for first, last in zip(limits[:-1].tolist(), limits[1:].tolist(), strict=True):
-        yield from _split(order, begins, ends, (first, last), int(files[first]), limit)
+        rows = slice(first, last)
+        yield from _split(int(files[first]), order[rows], begins[rows], ends[rows], limit)
 
 
-def _split(
-    order: Ints, begins: Ints, ends: Ints, among: tuple[int, int], file: int, limit: int
-) -> Iterator[Extent]:
+def _split(file: int, rows: Ints, begins: Ints, ends: Ints, limit: int) -> Iterator[Extent]:
     """Split neighbouring boxes of one file into ranges no longer than the limit."""
-    first, last = among
-    stop = int(ends[first:last].max())
-    if stop - begins[first] <= limit or last - first == 1:
-        yield Extent(file, int(begins[first]), stop, order[first:last])
-        return
-    at, stop = first, int(ends[first])
-    for row in range(first + 1, last):
-        longer = max(stop, int(ends[row]))
-        if longer - begins[at] > limit:
-            yield Extent(file, int(begins[at]), stop, order[at:row])
-            at, longer = row, int(ends[row])
-        stop = longer
-    yield Extent(file, int(begins[at]), stop, order[at:last])
+    stop, first = int(ends.max()), 0
+    if stop - begins[0] > limit:
+        stop = int(ends[0])
+        for at in range(1, len(rows)):
+            longer = max(stop, int(ends[at]))
+            if longer - begins[first] > limit:
+                yield Extent(file, int(begins[first]), stop, rows[first:at])
+                first, longer = at, int(ends[at])
+            stop = longer
+    yield Extent(file, int(begins[first]), stop, rows[first:])
 
 
 def tensors_at(catalog: Catalog, ranges: Iterable[tuple[int, int, int]]) -> Iterator[list[str]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
 FORMAT = 1
 UNSUPPORTED = "unsupported"
 MAX_PROBLEMS = 1000
-"""The most problems that are listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,22 +88,21 @@ class VerifyReport(Report):
         return self.ok
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
+        is_one = len(self.checkpoints) == 1
         tensors = f"{self.num_tensors} tensor{'s' * (self.num_tensors != 1)}"
         size = f"{tensors}, {format_bytes(self.num_bytes)}"
         if self.ok:
-            words = "sound" if len(self.checkpoints) == 1 else "equal, bit by bit"
-            yield f"{words}: {size}, digest {self.digest}"
+            words = "sound" if is_one else "equal, bit by bit"
+            lines = [f"{words}: {size}, digest {self.digest}"]
         else:
-            words = "damaged" if len(self.checkpoints) == 1 else "not equal"
+            words = "damaged" if is_one else "not equal"
             words = UNSUPPORTED if self.is_unsupported else words
-            yield f"{words}: {count(len(self.problems), 'problem')} in {size}:"
-            yield from listed([problem.message for problem in self.problems])
+            lines = [f"{words}: {count(len(self.problems), 'problem')} in {size}:"]
+            lines += listed([problem.message for problem in self.problems])
         if self.checked_bytes:
-            yield f"{format_bytes(self.checked_bytes)} of files were compared with their checksums"
-        yield from self.notes
+            checked = format_bytes(self.checked_bytes)
+            lines.append(f"{checked} of files were compared with their checksums")
+        return "\n".join([*lines, *self.notes])
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data."""
@@ -136,28 +135,34 @@ def verify(
         raise NamesError("names and drop are about a conversion: give both checkpoints")
     if b is None and (b_rules is not None or b_mesh is not None):
         raise CheckpointError("b_rules and b_mesh are for a second checkpoint: name that one too")
-    with collector_paused(), open_storage(a) as storage:
-        budget = Budget.for_reading(memory, storage)
-        left = _Side(storage, rules, mesh)
-        if b is None:
-            left.examine(budget, Meter(progress, left.num_bytes))
-            if left.source.checksums is None:
-                left.notes.append(
-                    "there are no checksums but the CRC-32 of torch.save: of tensors, not of other "
-                    "bytes"
-                    if left.source.crcs
-                    else "there are no checksums: a changed byte would not be detected"
-                )
-            return _report([left], left.problems)
-        with open_storage(b) as other:
-            budget = Budget.for_reading(memory, storage, other)
-            right = _Side(other, b_rules, b_mesh)
-            left.rename(names or {}, drop)
-            meter = Meter(progress, left.num_bytes + right.num_bytes)
-            left.examine(budget, meter)
-            right.examine(budget, meter)
-            problems = [*left.problems, *right.problems, *_differences(left, right, budget)]
-            return _report([left, right], problems)
+    with collector_paused(), ExitStack() as stack:
+        storages = [stack.enter_context(open_storage(root)) for root in (a, b) if root is not None]
+        budget = Budget.for_reading(memory, *storages)
+        left, *others = map(_Side, storages, (rules, b_rules), (mesh, b_mesh))
+        left.rename(names or {}, drop)
+        sides = [left, *others]
+        meter = Meter(progress, sum(side.num_bytes for side in sides))
+        for side in sides:
+            side.examine(budget, meter)
+        problems = [problem for side in sides for problem in side.problems]
+        for right in others:
+            problems += _differences(left, right, budget)
+        if not others and left.source.checksums is None:
+            known = " but the CRC-32 of torch.save: of tensors, not of other bytes"
+            rest = known if left.source.crcs else ": a changed byte would not be detected"
+            left.notes.append(f"there are no checksums{rest}")
+    lines = "".join(f"{digest} {name}\n" for name, digest in sorted(left.digests.items()))
+    data = lines.encode("utf-8", "surrogatepass")  # a name in JSON may be anything
+    return VerifyReport(
+        checkpoints=tuple(side.root for side in sides),
+        num_tensors=len(left.source.catalog.tensors),
+        num_bytes=left.num_bytes,
+        checked_bytes=sum(side.checked_bytes for side in sides),
+        digest=hashlib.blake2b(data, digest_size=16).hexdigest(),
+        digests=left.digests,
+        problems=tuple(problems),
+        notes=tuple(note for side in sides for note in side.notes),
+    )
 
 
 class _Side:
@@ -179,12 +184,15 @@ class _Side:
         except (DamageError, UnsupportedError) as error:
             kind = "damage" if isinstance(error, DamageError) else UNSUPPORTED
             self._add(Problem(kind, str(error), file=SIDECAR))
-        given, over = as_rules(rules, storage), as_mesh(mesh)
-        if given is not None and over is not None:
-            given.check_mesh(over)  # a wrong argument is not damage
+        listed = storage.list() if checksums is not None else ()
+        self.is_whole = any(file.path == SIDECAR for file in listed)
+        """Whether checksums are of a folder that was opened, not of a single file of it."""
+        rules, mesh = as_rules(rules, storage), as_mesh(mesh)
+        if rules is not None and mesh is not None:
+            rules.check_mesh(mesh)  # a wrong argument is not damage
         try:
             with collector_paused():
-                catalog, findings = survey_catalog(storage, given, over)
+                catalog, findings = survey_catalog(storage, rules, mesh)
         except ReshardError as error:
             if checksums is None:
                 raise
@@ -254,12 +262,9 @@ class _Side:
     def _complete(self) -> Iterator[StoredTensor]:
         """The tensors that are complete; the others become problems."""
         for tensor in self.source.catalog.tensors.values():
-            if tiles(tensor.shape, tensor.pieces):
-                yield tensor
-                continue
             try:
-                # First, because it takes bounded time whatever the pieces are.
-                holes = tensor.missing()
+                # Before it is read, because this takes bounded time whatever the pieces are.
+                holes = () if tiles(tensor.shape, tensor.pieces) else tensor.missing()
             except CheckpointError as error:
                 self._add(Problem("unreadable", f"{self.root}: {error}", tensor.name))
                 continue
@@ -276,48 +281,41 @@ class _Side:
 
     def _check_files(self, checksums: Checksums, budget: Budget) -> None:
         """Compare the bytes of every file that were not read yet with its checksums."""
-        wrong = set[str]()
-        for path, found, message in wrong_sizes(self.storage, checksums):
-            wrong.add(path)
-            size = checksums.files[path].size
-            if found is not None:
-                where = min(found, size), max(found, size)
+        right = dict(checksums.files)
+        for path, size, message in wrong_sizes(self.storage, checksums):
+            expected = right.pop(path).size
+            if size is not None:
+                where = min(size, expected), max(size, expected)
                 self._add(Problem("damage", message, file=path, bytes=where))
-            elif self._is_whole():
+            elif self.is_whole:
                 self._add(Problem("absent", message, file=path))
 
         def work(path: str, _: None) -> int | CheckpointError:
             return attempt(self.source.checker.finish, self.storage, path)
 
-        right = [path for path in checksums.files if path not in wrong]
         for path, result in in_order(work, right, budget.workers):
             if isinstance(result, CheckpointError):
                 self._add(Problem("unreadable", str(result), file=path))
-            self.checked_bytes += checksums.files[path].size
-
-    def _is_whole(self) -> bool:
-        """Whether a folder was opened; a single file has only parts of its tensors."""
-        return any(file.path == SIDECAR for file in self.storage.list())
+            self.checked_bytes += right[path].size
 
     def _check_digests(
         self, checksums: Checksums, damaged: list[tuple[str, ChunkSum, bytes]]
     ) -> None:
         """Changed chunks, tensors whose digest changed although no chunk did, missing tensors."""
-        catalog, known = self.source.catalog, checksums.digests if self._is_whole() else {}
+        catalog, known = self.source.catalog, checksums.digests if self.is_whole else {}
         altered = {
             name: (known[name], self.digests[name])
             for name in catalog.tensors
             if name in known and name in self.digests and known[name] != self.digests[name]
         }
-        listed = sorted(damaged, key=lambda each: (each[0], each[1].start))[:MAX_PROBLEMS]
+        chunks = sorted(damaged)[:MAX_PROBLEMS]
         numbers = {file.path: number for number, file in enumerate(catalog.files)}
-        places = [(numbers.get(path, -1), one.start, one.stop) for path, one, _ in listed]
+        places = [(numbers.get(path, -1), one.start, one.stop) for path, one, _ in chunks]
         touched = tensors_at(catalog, places) if places else ()
-        for (path, chunk, found), names in zip(listed, touched, strict=True):
+        for (path, chunk, sum_now), names in zip(chunks, touched, strict=True):
             sure = [name for name in names if name in altered] or names
-            where = ", ".join(map(quoted, sure[:3])) + (" and more" if len(sure) > 3 else "")
-            text = damage(f"{self.root}/{path}", chunk, found)
-            text += f" (tensor {where})" if sure else ""
+            where = ", ".join(map(quoted, sure[:3])) + " and more" * (len(sure) > 3)
+            text = damage(f"{self.root}/{path}", chunk, sum_now) + f" (tensor {where})" * bool(sure)
             name = sure[0] if sure else None
             self._add(Problem("damage", text, name, path, (chunk.start, chunk.stop)))
         if not self.is_known:
@@ -362,38 +360,22 @@ def _difference(left: _Side, right: _Side, name: str, budget: Budget) -> Problem
     """How a tensor differs: in shape, dtype or elements, with the bytes of both."""
     mine, theirs = (side.source.catalog.tensors[name] for side in (left, right))
     for kind in ("shape", "dtype"):
-        ours, others = getattr(mine, kind), getattr(theirs, kind)
-        if ours != others:
-            where = f"in {left.root} and {others} in {right.root}"
-            return Problem(kind, f"tensor {quoted(name)} has {kind} {ours} {where}", name)
+        one, two = getattr(mine, kind), getattr(theirs, kind)
+        if one != two:
+            words = f"has {kind} {one} in {left.root} and {two} in {right.root}"
+            return Problem(kind, f"tensor {quoted(name)} {words}", name)
     one, two = left.digests.get(name), right.digests.get(name)
     if one is None or two is None or one == two:
         return None  # what could not be read is a problem already
-    found = difference(left.source, right.source, name, budget)
-    if found is None:
+    apart = difference(left.source, right.source, name, budget)
+    if apart is None:
         words = "differed when it was read first and not again: is another process writing to it?"
         return Problem("values", f"tensor {quoted(name)} {words}", name)
-    (file, offset), (other, place) = found.places
+    (file, offset), (other, place) = apart.places
     message = (
-        f"tensor {quoted(name)} differs in {found.count} of {prod(mine.shape)} elements, all "
-        f"within {found.box}, the first at {found.first}: {left.root}/{file} byte {offset}, "
+        f"tensor {quoted(name)} differs in {apart.count} of {prod(mine.shape)} elements, all "
+        f"within {apart.box}, the first at {apart.first}: {left.root}/{file} byte {offset}, "
         f"{right.root}/{other} byte {place}"
     )
-    where_in = offset, offset + itemsize(mine.dtype)
-    return Problem("values", message, name, file, where_in, found.box)
-
-
-def _report(sides: list[_Side], problems: list[Problem]) -> VerifyReport:
-    first = sides[0]
-    lines = "".join(f"{digest} {name}\n" for name, digest in sorted(first.digests.items()))
-    data = lines.encode("utf-8", "surrogatepass")  # a name in JSON may be anything
-    return VerifyReport(
-        checkpoints=tuple(side.root for side in sides),
-        num_tensors=len(first.source.catalog.tensors),
-        num_bytes=first.num_bytes,
-        checked_bytes=sum(side.checked_bytes for side in sides),
-        digest=hashlib.blake2b(data, digest_size=16).hexdigest(),
-        digests=first.digests,
-        problems=tuple(problems),
-        notes=tuple(note for side in sides for note in side.notes),
-    )
+    element = offset, offset + itemsize(mine.dtype)
+    return Problem("values", message, name, file, element, apart.box)

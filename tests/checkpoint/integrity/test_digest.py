@@ -90,6 +90,16 @@ def test_any_strides_give_the_same(data: st.DataObject) -> None:
     assert value(view, dtype) == value(array, dtype)
 
 
+@pytest.mark.parametrize("shape", [(9, 513), (3, 5, 1031), (2, 4099), (5000, 1030), (1 << 20,)])
+@pytest.mark.parametrize("at", [3, 512])
+def test_long_rows_of_any_length_are_split(shape: tuple[int, ...], at: int) -> None:
+    """Into words and the bytes after them, into groups of columns, into few thousand rows."""
+    array = random_tensor(at, shape, 1)
+    boxes = Box.whole(shape).split(len(shape) - 1, at)
+    parts = [digest.part(cut(array, box), box, shape, "uint8") for box in boxes]
+    assert digest.combine(parts) == value(array, "uint8") == by_the_book(array.tobytes())
+
+
 @settings(max_examples=cases(35, 2000), deadline=None)
 @given(st.data())
 def test_any_flipped_bit_is_found(data: st.DataObject) -> None:

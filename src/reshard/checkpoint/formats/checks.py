@@ -1,18 +1,18 @@
 """What all readers share: checks of values, problems found, local tensors, names of files.
 
-Values that come from files may be anything. An inspection lists all problems, a read raises the
-first. Damage and unsupported content are kept apart: only damage can be repaired from a backup.
+An inspection lists all problems, a read raises the first. Damage and unsupported content are kept
+apart: only damage can be repaired from a backup.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from reshard.checkpoint.catalog import Catalog, Crc, StoredPiece, StoredTensor
 from reshard.checkpoint.storage.local import Storage, StoredFile
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _PLAIN = (int, float, type(None))
 MAX_SHOWN = 8
+MAX_NOTED = 1000
 MAX_DIMS = 32
 MAX_ELEMENTS = 1 << 48
 """The limit of layouts, which are not imported here: that takes longer than reading a header."""
@@ -38,28 +39,21 @@ def whole_numbers(values: object) -> tuple[int, ...] | None:
     >>> whole_numbers([2, 3]), whole_numbers([2, -3]), whole_numbers("23")
     ((2, 3), None, None)
     """
-    if not isinstance(values, list | tuple):
-        return None
-    for value in values:
-        if type(value) is not int or value < 0:  # True is an int too, but no size
-            return None
-    return tuple(values)
+    # True is an int too, but no size.
+    if isinstance(values, list | tuple) and all(type(n) is int and n >= 0 for n in values):
+        return tuple(values)
+    return None
 
 
 def checked_shape(values: object, where: str, name: str | None = None) -> tuple[int, ...]:
-    """A valid shape of a tensor; ``where`` and ``name`` are for the error.
-
-    >>> checked_shape([4, 2], "a.safetensors", "w")
-    (4, 2)
-    """
+    """A valid shape of a tensor; ``where`` and ``name`` are for the error."""
     # Thousands of tensors may share one list of millions: a list that is too long is not visited.
     too_long = isinstance(values, list | tuple) and len(values) > MAX_DIMS
     sizes = None if too_long else whole_numbers(values)
     if sizes is not None and prod(size or 1 for size in sizes) <= MAX_ELEMENTS:
         return sizes
-    why = "sizes are numbers from 0 on"
-    if too_long or sizes is not None:
-        why = "no tensor has that many dims or elements"
+    is_large = too_long or sizes is not None
+    why = "no tensor has that many dims or elements" if is_large else "sizes are numbers from 0 on"
     about = where if name is None else f"{where}: tensor {quoted(name)}"
     raise DamageError(f"{about} has the shape {shown(values)}: {why}")
 
@@ -82,15 +76,11 @@ def shown(value: object) -> str:
     return f"[{inner}]" if isinstance(value, list) else f"({inner})"
 
 
-MAX_NOTED = 1000
-
-
 @dataclass(slots=True)
 class Findings:
     """Problems of a checkpoint, and notes for its reader; one line each.
 
-    As a context it notes DamageError and UnsupportedError, and goes on after the block. It is no
-    generator: 100,000 of these take a second.
+    As a context it notes DamageError and UnsupportedError, and goes on after the block.
     """
 
     damage: list[str] = field(default_factory=list)
@@ -103,58 +93,52 @@ class Findings:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if isinstance(error, DamageError):
-            self.found(str(error))
+            self.add_damage(str(error))
         elif isinstance(error, UnsupportedError):
-            self.refuse(str(error))
+            self._add(str(error), self.unsupported)
         else:
             return False
         return True
 
-    def found(self, what: str, among: list[str] | None = None) -> None:
-        """Note one damage, or another line, up to a limit."""
-        lines = self.damage if among is None else among
-        if len(lines) < MAX_NOTED:
-            lines.append(what)
-
-    def refuse(self, what: str) -> None:
-        """Note something that is not supported."""
-        self.found(what, self.unsupported)
+    def add_damage(self, what: str) -> None:
+        self._add(what, self.damage)
 
     def note(self, what: str) -> None:
-        """Note something that is no problem but worth knowing."""
-        self.found(what, self.notes)
+        self._add(what, self.notes)
+
+    def _add(self, what: str, lines: list[str]) -> None:
+        if len(lines) < MAX_NOTED:
+            lines.append(what)
 
     def refuse_doubled(self, doubled: Mapping[tuple[str, str], Sequence[str]], advice: str) -> None:
         """Note tensors that are in two files each, where nothing decides between these."""
         for (one, two), names in doubled.items():
-            self.refuse(
-                f"tensor {and_more([quoted(name) for name in names])} is in {one} and in {two}, "
-                f"and nothing says which of them counts: {advice}"
-            )
+            text = f"tensor {and_more([quoted(name) for name in names])} is in {one} and in {two}"
+            text += f", and nothing says which of them counts: {advice}"
+            self._add(text, self.unsupported)
 
     @property
     def any(self) -> bool:
-        """Whether something could not be read."""
         return bool(self.damage or self.unsupported)
 
     def check(self, root: str) -> None:
         """Raise the first problem; damage before unsupported content."""
-        for kind, found in ((DamageError, self.damage), (UnsupportedError, self.unsupported)):
-            if found:
-                more = len(found) - 1
+        for kind, lines in ((DamageError, self.damage), (UnsupportedError, self.unsupported)):
+            if lines:
+                more = len(lines) - 1
                 others = f" (and {more} more: reshard inspect {root} lists them)" if more else ""
-                raise kind(f"{found[0]}{others}")
+                raise kind(f"{lines[0]}{others}")
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A checkpoint that is being read: its files, what the caller says of them, problems found."""
+    """A checkpoint that is being read: its files, the problems of them, arguments of the caller."""
 
     storage: Storage
     listed: tuple[StoredFile, ...]
     findings: Findings
-    rules: Rules | None = None
-    mesh: Mesh | None = None
+    rules: Rules | None
+    mesh: Mesh | None
 
     def catalog(
         self,
@@ -166,29 +150,37 @@ class Reading:
         **fields: Any,
     ) -> Catalog:
         """The catalog of files with this content; for names that several have the first counts."""
-        used, found = {*contents, index}, contents.values()
+        used, each = {*contents, index}, contents.values()
         return Catalog(
             self.storage.root,
             kind,
             tuple(contents),
             tensors,
             others=tuple(file for file in self.listed if file not in used),
-            metadata=_first_of_each(one.metadata for one in found),
-            values=_first_of_each(one.values for one in found),
-            nesting=_first_of_each(one.nesting for one in found),
-            left_out=tuple(dict.fromkeys(name for one in found for name in one.left_out)),
-            crcs=tuple(crc for one in found for crc in one.crcs),
+            metadata=_first_of_each(one.metadata for one in each),
+            values=_first_of_each(one.values for one in each),
+            nesting=_first_of_each(one.nesting for one in each),
+            left_out=tuple(dict.fromkeys(name for one in each for name in one.left_out)),
+            crcs=tuple(crc for one in each for crc in one.crcs),
             **fields,
         )
 
     def check_parts(self, files: Iterable[StoredFile]) -> None:
-        """Note the files that the names of these imply and that are not there."""
-        for path in missing_parts(files):
-            if self.storage.is_file:
-                self.findings.note(f"{path} and other files of the same set were not given")
-                break
-            why = "the names of the other files imply it"
-            self.findings.found(f"{self.storage.where(path)} is missing: {why}")
+        """Note files that names such as ``model-00002-of-00004`` imply and that are not there."""
+        groups: dict[tuple[str, str], tuple[int, set[int]]] = {}
+        for file in files:
+            if match := _PART.match(file.path):
+                width, have = groups.setdefault((match[1], match[3]), (len(match[2]), set()))
+                have.add(int(match[2]))
+        for (stem, ending), (width, have) in groups.items():
+            total = int(ending.partition(".")[0])
+            for number in islice((n for n in range(1, total + 1) if n not in have), 16):
+                path = f"{stem}{number:0{width}d}-of-{ending}"
+                if self.storage.is_file:
+                    self.findings.note(f"{path} and other files of the same set were not given")
+                    return
+                why = "is missing: the names of the other files imply it"
+                self.findings.add_damage(f"{self.storage.where(path)} {why}")
 
 
 def _first_of_each(dicts: Iterable[Mapping[str, T]]) -> dict[str, T]:
@@ -198,8 +190,7 @@ def _first_of_each(dicts: Iterable[Mapping[str, T]]) -> dict[str, T]:
     return merged
 
 
-@dataclass(frozen=True, slots=True)
-class LocalTensor:
+class LocalTensor(NamedTuple):
     """A tensor of a file: dtype, shape, strides, and the byte at which its first element begins."""
 
     dtype: str
@@ -208,23 +199,18 @@ class LocalTensor:
     offset: int
     storage: str = ""
     """The storage of the archive that holds it; empty outside of archives."""
-    length: int = 0
-    """Bytes of that storage."""
+    length: int = 0  # of that storage, in bytes
 
 
 @dataclass(slots=True)
 class Content:
-    """What one file holds."""
-
     where: str
-    """The full path, for errors."""
     tensors: dict[str, LocalTensor] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
     """That of a safetensors file, or plain values that JSON can represent, as JSON."""
     described: dict[str, str] = field(default_factory=dict)
     """Metadata about the file itself: its place among others, where its tensors belong."""
     values: dict[str, Any] = field(default_factory=dict)
-    """Plain values."""
     nesting: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     crcs: list[Crc] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
@@ -270,25 +256,6 @@ def is_distcp(path: str) -> bool:
     return path == ".metadata" or path.endswith(".distcp") or bool(RANK_METADATA.match(path))
 
 
-def missing_parts(files: Iterable[StoredFile]) -> Iterator[str]:
-    """Files that names such as ``model-00002-of-00004`` imply and the folder lacks.
-
-    >>> [*missing_parts([StoredFile("model-00001-of-00002.safetensors", 9)])]
-    ['model-00002-of-00002.safetensors']
-    """
-    groups: dict[tuple[str, str], tuple[int, set[int]]] = {}
-    for file in files:
-        match = _PART.match(file.path)
-        if match:
-            width, have = groups.setdefault((match[1], match[3]), (len(match[2]), set()))
-            have.add(int(match[2]))
-    for (stem, ending), (width, have) in groups.items():
-        total = int(ending.partition(".")[0])
-        absent = (number for number in range(1, total + 1) if number not in have)
-        for number in islice(absent, 16):
-            yield f"{stem}{number:0{width}d}-of-{ending}"
-
-
 def rank_of(path: str, mesh: Mesh | None) -> int | None:
     """The rank whose tensors a file holds, from its name; None if the name has no rank.
 
@@ -301,10 +268,20 @@ def rank_of(path: str, mesh: Mesh | None) -> int | None:
     if _ZERO in path:
         return None
     match = _MODEL_PARALLEL.search(path)
-    if match and match[2] is not None and mesh is not None:
-        return _rank_at([int(group) for group in match.groups() if group is not None], mesh, path)
-    if match and mesh is not None and "tp" in mesh.axes:
-        return _rank_at([int(match[1])], mesh, path)
+    if match and mesh is not None and (match[2] is not None or "tp" in mesh.axes):
+        # The rank at these coordinates along tp, pp and ep, and at 0 along all other axes.
+        index = 0
+        for names, digits in zip(_AXES, match.groups(), strict=True):
+            number = int(digits or 0)
+            axis = next((name for name in names if name in mesh.axes), names[0])
+            size = mesh.axes.get(axis, 1)
+            if number >= size:
+                raise CheckpointError(
+                    f"{path} is at {names[0]}={number}, and mesh {mesh} has {names[0]}={size}: "
+                    "give the mesh that wrote it"
+                )
+            index += number * mesh.stride(axis) if number else 0
+        return mesh.ranks[index]
     match = match or _RANK.search(path) or _CONSOLIDATED.search(path)
     if match is None:
         return None
@@ -315,18 +292,3 @@ def rank_of(path: str, mesh: Mesh | None) -> int | None:
             "mesh that wrote it"
         )
     return rank
-
-
-def _rank_at(numbers: Sequence[int], mesh: Mesh, path: str) -> int:
-    """The rank at these coordinates along tp, pp and ep, and at 0 along all other axes."""
-    index = 0
-    for names, number in zip(_AXES, numbers, strict=False):
-        axis = next((name for name in names if name in mesh.axes), None)
-        size = 1 if axis is None else mesh.axes[axis]
-        if number >= size:
-            raise CheckpointError(
-                f"{path} is at {names[0]}={number}, and mesh {mesh} has {names[0]}={size}: give "
-                "the mesh that wrote it"
-            )
-        index += number * mesh.stride(axis) if axis is not None else 0
-    return mesh.ranks[index]

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from operator import add, gt
+from dataclasses import replace
+from itertools import chain, pairwise
+from operator import add, attrgetter, gt, itemgetter
+from typing import NamedTuple
 
 from reshard.checkpoint.catalog import Catalog, Crc, StoredObject, StoredPiece, StoredTensor
 from reshard.checkpoint.formats.checks import (
@@ -50,12 +51,9 @@ MAX_PICKLE = 1 << 16
 CHUNK_BYTES = 16
 """The least bytes of metadata per chunk, unless tensors share a list of chunks."""
 MAX_PATH = 1 << 12
-MAX_KEYS = 64
-"""Length of the path to an entry of a nested state dict."""
+MAX_KEYS = 64  # of the path to an entry of a nested state dict
 KNOWN_PICKLES = 1 << 12
-"""Pickles that are kept, because archives of one shape have the same."""
 EXTRAS = ("mcore_data",)
-"""Attributes of the metadata that other programs write and read."""
 
 _METADATA = "torch.distributed.checkpoint.metadata."
 _DATA = re.compile(r"__(\d{1,9})_\d{1,9}\.distcp\Z")
@@ -65,27 +63,24 @@ Placed = Mapping[tuple[str, tuple[int, ...] | None], Range]
 """The range of a file that is the archive of a box, by tensor and start of the box."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """A box of a tensor, and the range of a file that is its archive."""
+class _Chunk(NamedTuple):
+    """The range of a file that is the archive of a box, the box, and its tensor."""
 
-    tensor: str
-    dtype: str
-    box: Box
     range: Range
+    box: Box
+    tensor: StoredTensor
 
 
 def read_distcp_folder(reading: Reading) -> Catalog:
-    """The catalog of a folder with a ``.metadata``, or with one for each rank."""
     rules, mesh, root = reading.rules, reading.mesh, reading.storage.root
     ranks = _metadata_of_ranks(reading)
     if ranks and rules is None and mesh is not None:
         raise CheckpointError(f"{root}: mesh {mesh} is for files of ranks: give --rules too")
     if not ranks and (rules is not None or mesh is not None):
-        given = "rules" if rules is not None else f"mesh {mesh}"
+        unneeded = "rules" if rules is not None else f"mesh {mesh}"
         raise CheckpointError(
-            f"{root} is a .distcp folder, which records the layout of its tensors: leave "
-            f"out {given}"
+            f"{root} is a .distcp folder, which records the layout of its tensors: leave out "
+            f"{unneeded}"
         )
     catalog = Catalog(root, "distcp", (), {})
     by_rank: dict[int, Tensors] = {}
@@ -95,47 +90,36 @@ def read_distcp_folder(reading: Reading) -> Catalog:
         from reshard.checkpoint.formats.ranks import join_by_rules
 
         catalog = join_by_rules(reading, catalog, by_rank, rules)
-    else:
-        _check_names_apart(root, by_rank)
+    home: dict[str, int] = {}
+    for rank, name in ((rank, name) for rank, tensors in by_rank.items() for name in tensors):
+        if rules is None and home.setdefault(name, rank) != rank:
+            raise CheckpointError(
+                f"{root} holds local tensors of {len(by_rank)} ranks that saved without each other "
+                f"({quoted(name)} is on ranks {home[name]} and {rank}) and do not record their "
+                "layout: give --rules and --mesh"
+            )
     # Files of a .distcp that no metadata names were left by an earlier save on more ranks.
-    used = {*catalog.files}
-    unused = [file for file in reading.listed if file not in used]
-    others = tuple(file for file in unused if not is_distcp(file.path))
-    known = {METADATA, *ranks.values()}
-    stale = [f.path for f in unused if is_distcp(f.path) and f.path not in known]
+    used = {METADATA, *ranks.values(), *(file.path for file in catalog.files)}
+    stale = [f.path for f in reading.listed if is_distcp(f.path) and f.path not in used]
     if stale:
         reading.findings.note(
             f"{quoted(stale[0])} is not named in {METADATA} ({len(stale)} such files)"
         )
-    return replace(catalog, others=others)
+    others = (f for f in reading.listed if f.path not in used and not is_distcp(f.path))
+    return replace(catalog, others=tuple(others))
 
 
 def _metadata_of_ranks(reading: Reading) -> dict[int, str]:
     """The metadata of each rank, if there is no common one; a rank without one is damage."""
     paths = [file.path for file in reading.listed]
-    if METADATA in paths:
-        return {}
-    found = {int(match[1]): path for path in paths if (match := RANK_METADATA.match(path))}
-    if not found:
+    ranks = {int(match[1]): path for path in paths if (match := RANK_METADATA.match(path))}
+    if METADATA in paths or not ranks:
         return {}
     writers = {int(match[1]) for path in paths if (match := _DATA.match(path))}
-    for rank in sorted(({0} | writers) - found.keys()):
+    for rank in sorted(({0} | writers) - ranks.keys()):
         where = reading.storage.where(f"__{rank}.metadata")
-        reading.findings.found(f"{where} is missing: other ranks have one")
-    return dict(sorted(found.items()))
-
-
-def _check_names_apart(root: str, by_rank: Mapping[int, Tensors]) -> None:
-    """Refuse names that several ranks have: only rules say how their tensors belong together."""
-    home: dict[str, int] = {}
-    for rank, tensors in by_rank.items():
-        for name in tensors:
-            if home.setdefault(name, rank) != rank:
-                raise CheckpointError(
-                    f"{root} holds local tensors of {len(by_rank)} ranks that saved without each "
-                    f"other ({quoted(name)} is on ranks {home[name]} and {rank}) and do not "
-                    "record their layout: give --rules and --mesh"
-                )
+        reading.findings.add_damage(f"{where} is missing: other ranks have one")
+    return dict(sorted(ranks.items()))
 
 
 def _with_metadata(catalog: Catalog, reading: Reading, path: str) -> tuple[Catalog, Tensors]:
@@ -156,7 +140,7 @@ def _with_metadata(catalog: Catalog, reading: Reading, path: str) -> tuple[Catal
         )
     placed = _placed(metadata.field("storage_data"), where)
     sizes = {file.path: file.size for file in listed}
-    shared = _check_ranges(storage.root, placed.values(), sizes, findings)
+    readable = _readable(storage.root, placed.values(), sizes, findings)
     named = {path for path, _, _ in placed.values()}
     files = dict.fromkeys([*catalog.files, *(file for file in listed if file.path in named)])
     numbers = {file.path: number for number, file in enumerate(files)}
@@ -166,26 +150,25 @@ def _with_metadata(catalog: Catalog, reading: Reading, path: str) -> tuple[Catal
     count, most = 0, size // CHUNK_BYTES
     for name, entry in described.items():
         with findings:
-            found = _entry(name, entry, placed, where)
-            if isinstance(found, StoredTensor):
-                tensors[name] = found
-                own = entry.field("chunks")
-                own = own if isinstance(own, list) else []
-                count += len(own)
+            stored = _entry(name, entry, placed, where)
+            if isinstance(stored, StoredTensor):
+                tensors[name] = stored
+                boxes = entry.field("chunks")
+                boxes = boxes if isinstance(boxes, list) else []
+                count += len(boxes)
                 if count > most:
                     raise UnsupportedError(
                         f"{where}: up to {quoted(name)} its tensors have {count} chunks, and so "
                         f"many bytes have at most {most}: many share one list"
                     )
-                chunks += _chunks(found, own, placed, f"{where}: {quoted(name)}")
-            elif found[0] in numbers and found not in shared:
-                objects[name] = StoredObject(name, numbers[found[0]], *found[1:])
+                chunks += _chunks(stored, boxes, placed, f"{where}: {quoted(name)}")
+            elif stored in readable:
+                objects[name] = StoredObject(name, numbers[stored[0]], *stored[1:])
     for name, _ in placed:
         if name not in tensors and name not in objects and not findings.any:
-            findings.found(f"{where}: {quoted(name)} is stored and not described")
-    fitting = [c for c in chunks if c.range[1] + c.range[2] <= sizes.get(c.range[0], -1)]
-    readable = [chunk for chunk in fitting if chunk.range not in shared]
-    pieces, crcs = _pieces(storage, readable, numbers, findings)
+            findings.add_damage(f"{where}: {quoted(name)} is stored and not described")
+    chunks = [chunk for chunk in chunks if chunk.range in readable]
+    pieces, crcs = _pieces(storage, chunks, numbers, findings)
     whole = {name: replace(t, pieces=(*pieces.get(name, ()),)) for name, t in tensors.items()}
     joined = replace(
         catalog,
@@ -200,7 +183,6 @@ def _with_metadata(catalog: Catalog, reading: Reading, path: str) -> tuple[Catal
 
 
 def _extras(metadata: Record, most: int, where: str, findings: Findings) -> Mapping[str, object]:
-    """Attributes of other programs, where they are plain values."""
     extras, visits = {}, Visits(most + MAX_KEYS)
     for name in EXTRAS:
         value = metadata.field(name)
@@ -236,37 +218,39 @@ def _placed(storage_data: object, where: str) -> Placed:
     return placed
 
 
-def _check_ranges(
+def _readable(
     root: str, ranges: Iterable[Range], sizes: Mapping[str, int], findings: Findings
 ) -> set[Range]:
-    """Note ranges outside of their files, and ranges that overlap; returns the latter.
+    """The ranges that are inside of their files and overlap no other; others are noted.
 
     A range that thousands of entries share would be read as often.
     """
-    shared: set[Range] = set()
+    readable: set[Range] = set()
     by_file: dict[str, list[tuple[int, int]]] = {}
     for path, offset, length in ranges:
         by_file.setdefault(path, []).append((offset, offset + length))
     for path, spans in sorted(by_file.items()):
         spans.sort()
-        end = max(stop for _, stop in spans)
-        if path not in sizes:
-            findings.found(
+        end, size = max(stop for _, stop in spans), sizes.get(path)
+        if size is None:
+            findings.add_damage(
                 f"{root}/{path} is missing: {METADATA} puts {len(spans)} entries there, {end} bytes"
             )
-        elif end > sizes[path]:
-            lost = sum(stop > sizes[path] for _, stop in spans)
-            findings.found(
-                f"{root}/{path} has {sizes[path]} bytes and {METADATA} expects {end}: it is "
-                f"truncated, {lost} of {len(spans)} entries are lost"
+            continue
+        if end > size:
+            lost = sum(stop > size for _, stop in spans)
+            findings.add_damage(
+                f"{root}/{path} has {size} bytes and {METADATA} expects {end}: it is truncated, "
+                f"{lost} of {len(spans)} entries are lost"
             )
         pairs = [pair for pair in pairwise(spans) if pair[1][0] < pair[0][1]]
-        shared |= {(path, start, stop - start) for pair in pairs for start, stop in pair}
         if pairs:
             (_, stop), (start, _) = pairs[0]
             more = f" ({len(pairs)} such pairs)" if len(pairs) > 1 else ""
-            findings.found(f"{root}/{path}: two entries share bytes {start} to {stop}{more}")
-    return shared
+            findings.add_damage(f"{root}/{path}: two entries share bytes {start} to {stop}{more}")
+        alone = {span for span in spans if span[1] <= size} - {*chain.from_iterable(pairs)}
+        readable |= {(path, start, stop - start) for start, stop in alone}
+    return readable
 
 
 def _entry(name: object, entry: object, placed: Placed, where: str) -> StoredTensor | Range:
@@ -306,7 +290,7 @@ def _chunks(
             raise DamageError(f"{where}: its chunk at {start} is stored in no file")
         if (start, stop) not in seen:
             seen.add((start, stop))
-            yield _Chunk(tensor.name, tensor.dtype, Box(start, stop), placed[tensor.name, start])
+            yield _Chunk(placed[tensor.name, start], Box(start, stop), tensor)
 
 
 def _pieces(
@@ -316,33 +300,31 @@ def _pieces(
     pieces: dict[str, list[StoredPiece]] = {}
     crcs: list[Crc] = []
     known: dict[bytes, LocalTensor] = {}
-    order = sorted(chunks, key=lambda chunk: chunk.range)
-    archives = each_archive(storage, [chunk.range for chunk in order], MAX_PICKLE)
-    for chunk, archive in zip(order, archives, strict=True):
+    order = sorted(chunks, key=itemgetter(0))
+    archives = each_archive(storage, [place for place, _, _ in order], MAX_PICKLE)
+    for ((path, _, _), box, tensor), archive in zip(order, archives, strict=True):
         with findings:
             if isinstance(archive, CheckpointError):
-                content = f"it holds {chunk.box} of {quoted(chunk.tensor)}"
-                raise type(archive)(f"{archive}; {content}")
-            file, where = numbers[chunk.range[0]], f"{archive.where}: {quoted(chunk.tensor)}"
-            tensor = known.get(archive.pickle)
-            if tensor is None:  # archives of one shape have the same pickle
+                raise type(archive)(f"{archive}; it holds {box} of {quoted(tensor.name)}")
+            where, local = f"{archive.where}: {quoted(tensor.name)}", known.get(archive.pickle)
+            if local is None:  # archives of one shape have the same pickle
                 record = unpickle(archive.pickle, where)
                 if not is_tensor(record):
                     raise DamageError(f"{where} is no tensor")
-                tensor = tensor_of(record, where)
+                local = tensor_of(record, where)
                 if len(known) < KNOWN_PICKLES:
-                    known[archive.pickle] = tensor
-            local = within(archive, tensor, where)
-            if (local.shape, local.dtype) != (chunk.box.shape, chunk.dtype):
+                    known[archive.pickle] = local
+            local = within(archive, local, where)
+            if (local.shape, local.dtype) != (box.shape, tensor.dtype):
                 raise DamageError(
-                    f"{where} is {local.shape} of {local.dtype} and {METADATA} says "
-                    f"{chunk.box.shape} of {chunk.dtype}"
+                    f"{where} is {local.shape} of {local.dtype} and {METADATA} says {box.shape} of "
+                    f"{tensor.dtype}"
                 )
-            piece = StoredPiece(chunk.box, file, local.offset, local.strides)
-            pieces.setdefault(chunk.tensor, []).append(piece)
-            crcs += archive.crcs(file)
-    for held in pieces.values():
-        held.sort(key=lambda piece: piece.box)
+            piece = StoredPiece(box, numbers[path], local.offset, local.strides)
+            pieces.setdefault(tensor.name, []).append(piece)
+            crcs += archive.crcs(numbers[path])
+    for some in pieces.values():
+        some.sort(key=attrgetter("box"))
     return pieces, crcs
 
 

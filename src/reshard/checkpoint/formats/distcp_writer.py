@@ -11,14 +11,8 @@ The pickles name classes and functions without importing them: a value is plain 
 or `Record` as the reader makes it. A record with a state is an object that is created without
 calling its class; one without a state is the result of a call.
 
->>> pickle.loads(pickled({"a": (1, -2, 3_000_000_000), "b": [True, None, "x", 0.5, b"y"]}))
-{'a': (1, -2, 3000000000), 'b': [True, None, 'x', 0.5, b'y']}
->>> pickle.loads(pickled(Record(Global("collections", "Counter"), ("aab",))))
-Counter({'a': 2, 'b': 1})
->>> size = Shared(Global("fractions", "Fraction"), (1, 2))
->>> one, two = pickle.loads(pickled([size, size]))
->>> one is two
-True
+>>> pickle.loads(pickled([Record(Global("collections", "Counter"), ("aab",)), (1, None, b"y")]))
+[Counter({'a': 2, 'b': 1}), (1, None, b'y')]
 """
 
 from __future__ import annotations
@@ -33,7 +27,7 @@ from math import prod
 from typing import Any
 
 from reshard.checkpoint.catalog import StoredObject, StoredPiece
-from reshard.checkpoint.formats.torch.archive import ALIGNMENT, ArchiveWriter
+from reshard.checkpoint.formats.torch.archive import ALIGNMENT, archive_around
 from reshard.checkpoint.formats.torch.tensors import STORAGE_DTYPES
 from reshard.checkpoint.formats.torch.unpickler import Global, Record
 from reshard.checkpoint.output import (
@@ -56,18 +50,18 @@ class Shared(Record):
 
 
 def pickled(value: Any) -> bytes:
-    """A value as a pickle of protocol 2."""
-    file = io.BytesIO()
-    _Pickler(file).dump(value)
-    return file.getvalue()
+    pickler = _Pickler()
+    pickler.dump(value)
+    return pickler.file.getvalue()
 
 
 class _Pickler(pickle._Pickler):
     """The standard library's pickler, which here writes only plain data and records."""
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=2)
-        self.write = file.write
+    def __init__(self) -> None:
+        self.file = io.BytesIO()
+        super().__init__(self.file, protocol=2)
+        self.write = self.file.write
         self._places: dict[Any, bytes] = {}
         """The instruction that refers to each value of the memo."""
 
@@ -76,12 +70,9 @@ class _Pickler(pickle._Pickler):
         if kind in _MEMOIZED and (place := self._places.get(value)) is not None:
             self.write(place)
             return
-        step = _STEPS.get(kind)
-        if step is None:  # of a subclass, such as an OrderedDict
-            step = next((step for kind, step in _STEPS.items() if isinstance(value, kind)), None)
-        if step is None:
-            raise TypeError(f"{kind.__name__} is not written into pickles")
-        step(self, value)
+        if kind not in _STEPS:  # a subclass, such as an OrderedDict
+            kind = next(base for base in _STEPS if isinstance(value, base))
+        _STEPS[kind](self, value)
 
     def memoize(self, value: Any) -> None:
         if type(value) in _MEMOIZED:
@@ -90,7 +81,6 @@ class _Pickler(pickle._Pickler):
             self.write(pickle.LONG_BINPUT + number)
 
     def save_dict(self, value: dict[Any, Any]) -> None:
-        """In one go, which is faster than in batches."""
         save = self.save
         self.write(pickle.EMPTY_DICT + pickle.MARK)
         for key, one in value.items():
@@ -123,19 +113,14 @@ class _Pickler(pickle._Pickler):
 
 _MEMOIZED = frozenset({str, Global, Shared})
 _LIBRARY: Any = pickle._Pickler.dispatch
-_STEPS: dict[type, Callable[[_Pickler, Any], None]] = {
-    kind: _LIBRARY[kind] for kind in (type(None), bool, int, float, str, tuple, list)
-}
-_STEPS |= {
+_STEPS: dict[type, Callable[[Any, Any], None]] = {
+    **{kind: _LIBRARY[kind] for kind in (type(None), bool, int, float, str, tuple, list)},
     dict: _Pickler.save_dict,
     bytes: _Pickler.save_bytes,
     Global: _Pickler.save_name,
     Record: _Pickler.save_record,
     Shared: _Pickler.save_record,
 }
-
-
-STORAGES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,36 +133,25 @@ class TensorArchive:
 
     @property
     def data_offset(self) -> int:
-        """The byte at which the elements begin."""
         return len(self.head)
-
-    @property
-    def size(self) -> int:
-        return len(self.head) + self.data_size + len(self.tail)
 
     @classmethod
     def of(cls, dtype: str, shape: tuple[int, ...]) -> TensorArchive:
         """The archive of a contiguous tensor, whose pickle builds it from its storage."""
         size = prod(shape) * itemsize(dtype)
         kind, count, version = Global("torch.storage", "UntypedStorage"), size, 3
-        if dtype in STORAGES:  # other dtypes have a storage of bytes
-            kind, count, version = Global("torch", STORAGES[dtype]), prod(shape), 2
+        if dtype in _STORAGES:  # other dtypes have a storage of bytes
+            kind, count, version = Global("torch", _STORAGES[dtype]), prod(shape), 2
         storage = Record(None, (("storage", kind, "0", "cpu", count),))
         hooks = Record(Global("collections", "OrderedDict"), ())
         arguments: tuple[Any, ...] = (storage, 0, shape, row_major(shape), False, hooks)
         arguments += (Global("torch", dtype),) if version == 3 else ()
         rebuild = Global("torch._utils", f"_rebuild_tensor_v{version}")
-        archive = ArchiveWriter(pickled(Record(rebuild, arguments)))
-        archive.add_header("data/0", size, crc=0)
-        head = bytes(archive.out)
-        archive.skipped = size
-        archive.finish()
-        return cls(head, size, bytes(archive.out[len(head) :]))
+        head, tail = archive_around(pickled(Record(rebuild, arguments)), size)
+        return cls(head, size, tail)
 
 
-Path = tuple[str | int, ...]
-"""The path to an entry of a nested state dict."""
-
+_STORAGES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
 _METADATA = "torch.distributed.checkpoint.metadata"
 _TENSOR = Global(_METADATA, "TensorStorageMetadata")
 _CHUNK = Global(_METADATA, "ChunkStorageMetadata")
@@ -228,7 +202,7 @@ class _Plan:
 def distcp(
     tensors: Mapping[str, Wanted],
     objects: Sequence[StoredObject] = (),
-    nesting: Mapping[str, Path] | None = None,
+    nesting: Mapping[str, tuple[str | int, ...]] | None = None,
     values: Mapping[str, Any] | None = None,
     extras: Mapping[str, Any] | None = None,
 ) -> Output:
@@ -239,7 +213,8 @@ def distcp(
         around: list[tuple[bytes, bytes]] = []
         for start, stop, rank in owned_boxes(name, wanted, number):
             box, strides, chunk, archive = _planned(wanted.dtype, start, stop)
-            file, offset, skipped = plan.add(rank, archive.size, name, _size(start), len(chunks))
+            size = archive.data_offset + archive.data_size + len(archive.tail)
+            file, offset, skipped = plan.add(rank, size, name, _size(start), len(chunks))
             around.append((_padded(archive.head, skipped), archive.tail))
             pieces.append(StoredPiece(box, file, offset + archive.data_offset, strides))
             chunks.append(chunk)
@@ -250,14 +225,12 @@ def distcp(
         plan.states[name] = Record(_TENSOR, state={**described, "chunks": chunks})
     copies = [ObjectCopy(one, *plan.add_bytes(one.name, one.size)) for one in objects]
     for name, value in (values or {}).items():
-        writer = ArchiveWriter(pickled(value))  # as torch.save writes it
-        writer.finish()
-        plan.add_bytes(name, len(writer.out), bytes(writer.out))
+        data, _ = archive_around(pickled(value))  # as torch.save writes it
+        plan.add_bytes(name, len(data), data)
     files = [StoredFile(f"__{rank}_0.distcp", plan.sizes[at]) for rank, at in plan.numbers.items()]
-    paths = nesting or {}
     state = {
         "state_dict_metadata": plan.states,
-        "planner_data": {name: paths.get(name, (name,)) for name in plan.states},
+        "planner_data": {name: (nesting or {}).get(name, (name,)) for name in plan.states},
         "storage_data": plan.places,
         "storage_meta": None,
         "version": "1.0.0",

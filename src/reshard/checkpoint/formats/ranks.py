@@ -15,14 +15,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from operator import mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from reshard.checkpoint.catalog import Catalog, StoredPiece, StoredTensor
 from reshard.checkpoint.formats.checks import Content, Findings, LocalTensor, Reading, rank_of
-from reshard.checkpoint.formats.safetensors.header import OwnMetadata
+from reshard.checkpoint.formats.safetensors.header import OwnTensor
 from reshard.checkpoint.formats.safetensors.reader import Contents, Own, read_headers
 from reshard.checkpoint.formats.torch.state_dict import check_no_zero_files, read_torch_file
-from reshard.checkpoint.storage.local import TENSOR_FILES, Storage, StoredFile
+from reshard.checkpoint.storage.local import TENSOR_FILES
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, DamageError, ReshardError, UnsupportedError
 from reshard.layout.box import Piece, row_major
@@ -38,8 +38,8 @@ MAX_PIECES = 1 << 22
 """Pieces of all tensors; each takes a few hundred bytes of memory."""
 
 
-class _Held(NamedTuple):
-    """A local tensor, and the number and name of its file."""
+class _Local(NamedTuple):
+    """A tensor of one rank, and the number and name of its file."""
 
     tensor: LocalTensor
     file: int
@@ -50,7 +50,7 @@ class _Ranks:
     """The local tensors of all ranks, which layouts join to global ones."""
 
     def __init__(self) -> None:
-        self.held: dict[str, dict[int, _Held]] = {}
+        self.locals: dict[str, dict[int, _Local]] = {}
         self.files: dict[int, str] = {}
         """A file of each rank, for errors."""
         self.doubled: dict[tuple[str, str], list[str]] = {}
@@ -58,10 +58,10 @@ class _Ranks:
     def add(self, rank: int, file: int, where: str, tensors: Mapping[str, LocalTensor]) -> None:
         self.files[rank] = where
         for name, tensor in tensors.items():
-            by_rank = self.held.setdefault(name, {})
+            by_rank = self.locals.setdefault(name, {})
             if rank in by_rank:
                 self.doubled.setdefault((by_rank[rank].where, where), []).append(name)
-            by_rank[rank] = _Held(tensor, file, where)
+            by_rank[rank] = _Local(tensor, file, where)
 
     def joined(
         self, layouts: Mapping[str, Layout], shapes: Mapping[str, Shape], findings: Findings
@@ -70,36 +70,36 @@ class _Ranks:
         findings.refuse_doubled(self.doubled, "keep one file of each rank for each tensor")
         joined: dict[str, StoredTensor] = {}
         count = 0
-        for name in self.held:
+        for name in self.locals:
             with findings:
                 joined[name] = self._joined(name, layouts[name], shapes.get(name))
                 count += len(joined[name].pieces)
                 if count > MAX_PIECES:
                     raise UnsupportedError(
-                        f"the layouts shard {len(joined)} of {len(self.held)} tensors into {count} "
-                        f"pieces, at most {MAX_PIECES} are read: use larger blocks"
+                        f"the layouts shard {len(joined)} of {len(self.locals)} tensors into "
+                        f"{count} pieces, at most {MAX_PIECES} are read: use larger blocks"
                     )
         return joined
 
-    def joined_by_rules(
-        self, rules: Rules, mesh: Mesh, findings: Findings
-    ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-        """The global tensors, and the layouts of those on this mesh."""
-        last = {name: [*held.values()][-1] for name, held in self.held.items()}
-        shapes = {name: held.tensor.shape for name, held in last.items()}
+    def by_rules(self, reading: Reading, rules: Rules) -> dict[str, Any]:
+        """The global tensors, the mesh, and the layouts on it: fields of a catalog."""
+        mesh = _mesh_of(reading, rules)
+        last = {name: [*by_rank.values()][-1] for name, by_rank in self.locals.items()}
+        shapes = {name: local.tensor.shape for name, local in last.items()}
         layouts = rules.fit(shapes).layouts(shapes, mesh)
         texts = {name: str(layout) for name, layout in layouts.items() if layout.mesh == mesh}
-        return self.joined(layouts, {}, findings), texts
+        tensors = self.joined(layouts, {}, reading.findings)
+        return {"tensors": tensors, "mesh": str(mesh), "layouts": texts}
 
     def _joined(self, name: str, layout: Layout, shape: Shape | None) -> StoredTensor:
         """The global tensor; without a shape it follows from the local shapes."""
-        mesh, held = layout.mesh, self.held[name]
+        mesh, by_rank = layout.mesh, self.locals[name]
         if layout.reduce is not None:
             raise CheckpointError(
                 f'tensor {quoted(name)} has the layout "{layout}", of sums that are pending: give '
                 "the layout of values"
             )
-        first, *rest = held.values()
+        first, *rest = by_rank.values()
         example = first.tensor
         for one in rest:
             if (one.tensor.dtype, len(one.tensor.shape)) != (example.dtype, len(example.shape)):
@@ -112,15 +112,15 @@ class _Ranks:
             shape = self._global_shape(name, layout, example.shape, holders)
         expected = {rank: layout.local_shape(rank, shape) for rank in holders}
         # A rank may lack a tensor of which it holds no elements, if all other ranks match.
-        fits = all(expected.get(rank) == one.tensor.shape for rank, one in held.items())
+        match = all(expected.get(rank) == one.tensor.shape for rank, one in by_rank.items())
         for rank in holders:
-            if rank not in held and not (fits and 0 in expected[rank]):
+            if rank not in by_rank and not (match and 0 in expected[rank]):
                 raise DamageError(
                     f'{self.files[rank]} has no tensor {quoted(name)}, which "{layout}" on mesh '
                     f"{mesh} puts on rank {rank} too"
                 )
         pieces: list[StoredPiece] = []
-        for rank, one in held.items():
+        for rank, one in by_rank.items():
             if rank not in expected:
                 raise DamageError(
                     f'{one.where} holds tensor {quoted(name)}, which the layout "{layout}" on '
@@ -158,8 +158,8 @@ class _Ranks:
         """
         match cuts[:1]:
             case ():
-                held = self.held[name]
-                return next((held[rank].tensor.shape[dim] for rank in ranks if rank in held), 0)
+                parts = self.locals[name]
+                return next((parts[rank].tensor.shape[dim] for rank in ranks if rank in parts), 0)
             case (Packed(segments=segments),):
                 return sum(segment.size for segment in segments)
             case (Ragged(sizes=sizes),):
@@ -177,20 +177,8 @@ class _Ranks:
         return total
 
 
-def _blocks(cuts: Cuts) -> Iterator[int]:
-    """The block sizes of the cyclic words of a dim."""
-    for cut in cuts:
-        match cut:
-            case Cyclic(block=block):
-                yield block
-            case Packed(segments=segments):
-                for segment in segments:
-                    yield from _blocks(segment.cuts)
-
-
-def _stored(held: _Held, pieces: Sequence[Piece]) -> Iterator[StoredPiece]:
-    """The pieces of a local tensor, with their places in its file."""
-    tensor = held.tensor
+def _stored(local: _Local, pieces: Sequence[Piece]) -> Iterator[StoredPiece]:
+    tensor = local.tensor
     size, ideal = itemsize(tensor.dtype), row_major(tensor.shape)
     for piece in pieces:
         at, strides = piece.offset, piece.strides
@@ -199,50 +187,54 @@ def _stored(held: _Held, pieces: Sequence[Piece]) -> Iterator[StoredPiece]:
             at, strides = sum(map(mul, index, tensor.strides)), tensor.strides
         elif tensor.strides != ideal:
             raise UnsupportedError(
-                f"{held.where}: a flattened tensor with the strides {tensor.strides} is not read"
+                f"{local.where}: a flattened tensor with the strides {tensor.strides} is not read"
             )
-        yield StoredPiece(piece.box, held.file, tensor.offset + at * size, strides)
+        yield StoredPiece(piece.box, local.file, tensor.offset + at * size, strides)
 
 
 def read_by_rules(reading: Reading, rules: Rules) -> Catalog:
     """The catalog of files whose names have the rank and whose layouts come from rules."""
     storage, findings = reading.storage, reading.findings
-    mesh = _mesh_of(rules, reading.mesh, storage.root)
+    mesh = _mesh_of(reading, rules)
     files = (file for file in reading.listed if file.path.endswith(TENSOR_FILES))
-    ranks = {file: rank for file in files if (rank := rank_of(file.path, mesh)) is not None}
-    if not ranks:
+    rank_files = {file: rank for file in files if (rank := rank_of(file.path, mesh)) is not None}
+    if not rank_files:
         check_no_zero_files(storage.root, reading.listed)
         raise CheckpointError(
             f"{storage.root}: no file has a rank in its name, such as "
             "model-rank-0-part-0.safetensors or mp_rank_00/model_optim_rng.pt: rules and a mesh "
             "are for files of ranks"
         )
-    contents = _contents(storage, [*ranks], findings)
-    held = _Ranks()
-    for number, (file, rank) in enumerate(ranks.items()):
-        one = contents.get(file)
-        if one is None:  # it cannot be read
+    safe = [file for file in rank_files if file.path.endswith(".safetensors")]
+    contents = read_headers(storage, safe, findings)
+    ranks = _Ranks()
+    for number, (file, rank) in enumerate(rank_files.items()):
+        if not file.path.endswith(".safetensors"):
+            with findings:
+                contents[file] = read_torch_file(storage, file, findings, number)
+        if file not in contents:  # it cannot be read
             contents[file] = Content(storage.where(file.path))
             continue
         # States of random generators: each rank has its own, not part of a global tensor.
+        tensors = contents[file].tensors
         kept = {
             name: tensor
-            for name, tensor in one.tensors.items()
+            for name, tensor in tensors.items()
             if not any("rng" in part for part in name.split("."))
         }
-        if left_out := len(one.tensors) - len(kept):
+        if left_out := len(tensors) - len(kept):
             findings.note(f"{file.path}: {left_out} states of random generators are left out")
-        held.add(rank, number, one.where, kept)
-    joined, layouts = held.joined_by_rules(rules, mesh, findings)
-    contents = {file: contents[file] for file in ranks}
-    return reading.catalog("per-rank", contents, joined, mesh=str(mesh), layouts=layouts)
+        ranks.add(rank, number, contents[file].where, kept)
+    contents = {file: contents[file] for file in rank_files}
+    return reading.catalog("per-rank", contents, **ranks.by_rules(reading, rules))
 
 
-def _mesh_of(rules: Rules, mesh: Mesh | None, root: str) -> Mesh:
-    mesh = mesh or rules.mesh
+def _mesh_of(reading: Reading, rules: Rules) -> Mesh:
+    mesh = reading.mesh or rules.mesh
     if mesh is None:
         raise CheckpointError(
-            f"rules need a mesh to read {root}: give --mesh, or in convert --from-mesh"
+            f"rules need a mesh to read {reading.storage.root}: give --mesh, or in convert "
+            "--from-mesh"
         )
     return mesh
 
@@ -254,8 +246,7 @@ def join_by_rules(
     rules: Rules,
 ) -> Catalog:
     """The catalog of ranks that saved without collectives; rules give the layouts."""
-    mesh = _mesh_of(rules, reading.mesh, catalog.root)
-    held = _Ranks()
+    ranks = _Ranks()
     for rank, tensors in by_rank.items():
         for name, tensor in tensors.items():
             if len(tensor.pieces) != 1:
@@ -266,74 +257,64 @@ def join_by_rules(
             [piece] = tensor.pieces
             local = LocalTensor(tensor.dtype, tensor.shape, piece.strides, piece.offset)
             where = f"{catalog.root}/{catalog.files[piece.file].path}"
-            held.add(rank, piece.file, where, {name: local})
-    joined, layouts = held.joined_by_rules(rules, mesh, reading.findings)
-    return replace(catalog, tensors=joined, mesh=str(mesh), layouts=layouts)
+            ranks.add(rank, piece.file, where, {name: local})
+    return replace(catalog, **ranks.by_rules(reading, rules))
 
 
 def read_own_ranks(reading: Reading, contents: Contents, own: Own) -> Catalog:
     """The catalog of per-rank files that reshard wrote, which describe their layouts."""
     mesh = next(one.mesh for one in own.values() if one.mesh is not None)
+    known: dict[str, OwnTensor] = {}
     layouts: dict[str, Layout] = {}
-    shapes: dict[str, Shape] = {}
-    held = _Ranks()
+    ranks = _Ranks()
     for number, (file, one) in enumerate(contents.items()):
         with reading.findings:
             described = own.get(file)
             if described is None or described.rank is None or described.mesh != mesh:
                 raise DamageError(f"{one.where} is not of a rank of mesh {mesh}, as others are")
             for name in one.tensors:
-                _record_layout(name, described, one.where, layouts, shapes)
-            held.add(described.rank, number, one.where, one.tensors)
+                tensor, where = described.tensors.get(name), f"{one.where}: tensor {quoted(name)}"
+                if tensor is None or tensor.layout is None:
+                    raise DamageError(f"{where} has no layout in the file's metadata")
+                if name not in layouts:
+                    layouts[name] = _layout(mesh, tensor.layout, tensor.shape, where)
+                first = known.setdefault(name, tensor)
+                if first != tensor:
+                    raise DamageError(
+                        f'{where} is "{tensor.layout}" of {tensor.shape}, and "{first.layout}" of '
+                        f"{first.shape} in another file"
+                    )
+            ranks.add(described.rank, number, one.where, one.tensors)
+    shapes = {name: tensor.shape for name, tensor in known.items()}
     return reading.catalog(
         "per-rank",
         contents,
-        held.joined(layouts, shapes, reading.findings),
+        ranks.joined(layouts, shapes, reading.findings),
         mesh=mesh,
         layouts={name: str(layout) for name, layout in layouts.items()},
     )
 
 
-def _record_layout(
-    name: str,
-    own: OwnMetadata,
-    where: str,
-    layouts: dict[str, Layout],
-    shapes: dict[str, Shape],
-) -> None:
-    """Take the layout of a tensor from a file; it must agree with the other files."""
-    tensor = own.tensors.get(name)
-    if tensor is None or tensor.layout is None or own.mesh is None:
-        raise DamageError(f"{where}: tensor {quoted(name)} has no layout in the file's metadata")
-    known = layouts.get(name)
-    if known is None:
-        try:
-            layout = Layout(Mesh.parse(own.mesh), tensor.layout)
-            dims = zip(layout.dims(tensor.shape), tensor.shape, strict=True)
-            blocks = prod(max((n // b for b in _blocks(cuts)), default=1) or 1 for cuts, n in dims)
-        except ReshardError as error:
-            raise DamageError(f"{where}: tensor {quoted(name)}: {error}") from None
-        if blocks > MAX_BLOCKS:
-            raise UnsupportedError(
-                f'{where}: tensor {quoted(name)} is sharded by "{layout}" into {blocks} blocks, at '
-                f"most {MAX_BLOCKS} are read"
-            )
-        layouts[name], shapes[name] = layout, tensor.shape
-    elif str(known) != tensor.layout or shapes[name] != tensor.shape:
-        raise DamageError(
-            f'{where}: tensor {quoted(name)} is "{tensor.layout}" of {tensor.shape}, and '
-            f'"{known}" of {shapes[name]} in another file'
+def _layout(mesh: str, notation: str, shape: Shape, where: str) -> Layout:
+    """The layout that a file records; one with too many blocks is refused."""
+    try:
+        layout = Layout(Mesh.parse(mesh), notation)
+        dims = zip(layout.dims(shape), shape, strict=True)
+        blocks = prod(max((n // b for b in _blocks(cuts)), default=1) or 1 for cuts, n in dims)
+    except ReshardError as error:
+        raise DamageError(f"{where}: {error}") from None
+    if blocks > MAX_BLOCKS:
+        raise UnsupportedError(
+            f'{where} is sharded by "{layout}" into {blocks} blocks, at most {MAX_BLOCKS} are read'
         )
+    return layout
 
 
-def _contents(
-    storage: Storage, files: Sequence[StoredFile], findings: Findings
-) -> dict[StoredFile, Content]:
-    """The content of each file that can be read."""
-    safe = [file for file in files if file.path.endswith(".safetensors")]
-    contents = read_headers(storage, safe, findings)
-    for number, file in enumerate(files):
-        if file not in safe:
-            with findings:
-                contents[file] = read_torch_file(storage, file, findings, number)
-    return contents
+def _blocks(cuts: Cuts) -> Iterator[int]:
+    for cut in cuts:
+        match cut:
+            case Cyclic(block=block):
+                yield block
+            case Packed(segments=segments):
+                for segment in segments:
+                    yield from _blocks(segment.cuts)

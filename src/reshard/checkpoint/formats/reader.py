@@ -8,11 +8,6 @@ model-rank-3-part-0.safetensors, ...    tensors of one rank, sharded as rules sa
 any other name                          one of the two above, recognised by its first bytes
 
 Files in subfolders count only if none directly in the folder holds tensors.
-
->>> kind_of(b"PK\\3\\4" + bytes(22) + b"\\x10\\0\\0\\0archive/data.pkl", 1000)
-'torch'
->>> kind_of(b"\\x40\\0\\0\\0\\0\\0\\0\\0{", 1000)
-'safetensors'
 """
 
 from __future__ import annotations
@@ -57,29 +52,27 @@ def check_committed(storage: Storage, listed: Sequence[StoredFile], findings: Fi
     where, length = storage.where(COMMITTED), present[COMMITTED]
     if length > MAX_COMMITTED:
         raise DamageError(f"{where} has {length} bytes, at most {MAX_COMMITTED} are read")
-    data = _json(storage, COMMITTED, length)
-    files = data.get("files") if data else None
+    files = (_json(storage, COMMITTED, length) or {}).get("files")
     if not isinstance(files, dict) or any(type(size) is not int for size in files.values()):
         raise DamageError(
             f"{where} is not what reshard writes: restore it from a copy, or delete it"
         )
     for path, size in files.items():
-        found, where = present.get(path), storage.where(path)
-        said = f"{COMMITTED} says that it was uploaded with {size}"
-        if found is None:
-            findings.found(f"{where} is missing: {said} bytes")
-        elif found != size:
-            has = f"{found} byte{'s' * (found != 1)}"
-            findings.found(f"{where} has {has} and {said}: restore it from a copy")
+        has, where = present.get(path), storage.where(path)
+        upload = f"{COMMITTED} says that it was uploaded with {size}"
+        if has is None:
+            findings.add_damage(f"{where} is missing: {upload} bytes")
+        elif has != size:
+            has_bytes = f"{has} byte{'s' * (has != 1)}"
+            findings.add_damage(f"{where} has {has_bytes} and {upload}: restore it from a copy")
 
 
 def _json(storage: Storage, path: str, length: int) -> dict[str, Any] | None:
-    """The JSON object in the first bytes of a file; None if it is anything else."""
     try:
-        found = json.loads(storage.read(path, 0, length))
+        data = json.loads(storage.read(path, 0, length))
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return data if isinstance(data, dict) else None
 
 
 def config_of(storage: Storage) -> Mapping[str, Any] | None:
@@ -105,18 +98,17 @@ def check_expected(storage: Storage, catalog: Catalog, findings: Findings) -> No
     except ReshardError:  # an unknown model
         return
     for name, tensor in catalog.tensors.items():
-        shape = known[name][0] if name in known else tensor.shape
-        sizes = zip(shape, tensor.shape, strict=False)
-        differ = [dim for dim, (says, found) in enumerate(sizes) if says != found]
-        if len(shape) != len(tensor.shape) or len(differ) != 1:
+        have, want = tensor.shape, known[name][0] if name in known else tensor.shape
+        dims = enumerate(zip(have, want, strict=False))
+        differ = [dim for dim, (length, expected) in dims if length != expected]
+        if len(have) != len(want) or len(differ) != 1:
             continue
         [dim] = differ
-        whole = tensor.shape[dim]
         # Shorter in one dim, and split along that dim.
-        if shape[dim] > whole and any(piece.box.shape[dim] < whole for piece in tensor.pieces):
-            findings.found(
-                f"{storage.root}: tensor {quoted(name)} reaches to {tensor.shape} and config.json "
-                f"says {tuple(shape)}: the last shard is missing"
+        if have[dim] < want[dim] and any(p.box.shape[dim] < have[dim] for p in tensor.pieces):
+            findings.add_damage(
+                f"{storage.root}: tensor {quoted(name)} reaches to {have} and config.json says "
+                f"{tuple(want)}: the last shard is missing"
             )
 
 
@@ -171,8 +163,7 @@ LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 def read_catalog(storage: Storage, rules: Rules | None = None, mesh: Mesh | None = None) -> Catalog:
-    """The catalog of a checkpoint; raises DamageError if a file is damaged, and UnsupportedError if
-    one is sound but cannot be read.
+    """The catalog of a checkpoint; raises the first of its problems.
 
     Rules and a mesh are for files of ranks that do not describe their layout. Whether the tensors
     are complete is checked separately: see ``StoredTensor.missing``.
@@ -240,26 +231,27 @@ def _read(kind: str, files: Sequence[StoredFile], reading: Reading) -> Catalog:
 
 def _check_torch_index(reading: Reading, catalog: Catalog) -> None:
     """Note absent files and tensors that the index of a folder of torch.save files names."""
-    index = next((file for file in reading.listed if file.path == TORCH_INDEX), None)
-    if index is None or not catalog.tensors or reading.findings.any:
+    files, findings, where = (
+        {f.path: f for f in reading.listed},
+        reading.findings,
+        reading.storage.where,
+    )
+    if TORCH_INDEX not in files or not catalog.tensors or findings.any:
         return
     from reshard.checkpoint.formats.safetensors.reader import index_files
 
-    mapped, findings = index_files(reading.storage, index), reading.findings
-    where, named = reading.storage.where, reading.storage.where(index.path)
-    for path in sorted({*mapped.values()} - {file.path for file in reading.listed}):
-        findings.found(f"{where(path)} is missing: {named} names it")
-    read = {file.path for file in catalog.files}
+    mapped, index = index_files(reading.storage, files[TORCH_INDEX]), where(TORCH_INDEX)
+    for path in sorted({*mapped.values()} - files.keys()):
+        findings.add_damage(f"{where(path)} is missing: {index} names it")
     for name, path in mapped.items():
-        if path in read and name not in catalog.tensors:
-            findings.found(
-                f"{named} puts tensor {quoted(name)} into {path}, which does not have it: restore "
+        if files.get(path) in catalog.files and name not in catalog.tensors:
+            findings.add_damage(
+                f"{index} puts tensor {quoted(name)} into {path}, which does not have it: restore "
                 "the file from a copy"
             )
 
 
 def _read_safetensors(reading: Reading, named: Sequence[StoredFile]) -> Catalog:
-    """The catalog of safetensors files, whose metadata shows which kind they are."""
     from reshard.checkpoint.formats.safetensors.header import SHARDING
     from reshard.checkpoint.formats.safetensors.reader import (
         check_counts,
@@ -289,8 +281,8 @@ def _recognise(
     here = [file for file in listed if "/" not in file.path]
     if any(is_distcp(file.path) for file in here):
         return "distcp", ()
-    if storage.is_file and (found := _by_content(storage, listed)):
-        return found
+    if storage.is_file and (recognised := _by_content(storage, listed)):
+        return recognised
     named = tuple(file for file in listed if file.path.endswith(TENSOR_FILES))
     safe = tuple(file for file in named if file.path.endswith(".safetensors"))
     # Files directly in the folder decide, if there are any.
@@ -299,16 +291,16 @@ def _recognise(
             return "safetensors", safe
         if any(file.path.endswith(TENSOR_FILES) for file in some):
             return "torch", tuple(f for f in named if not f.path.endswith(".safetensors"))
-    if found := _by_content(storage, here):
-        return found
+    if recognised := _by_content(storage, here):
+        return recognised
     paths, root = [file.path for file in listed], storage.root
     inside = next((path for path in paths if path.endswith("/.metadata")), None)
     if inside is not None:
         folder = inside.removesuffix("/.metadata")
         raise CheckpointError(f"{root} is no checkpoint, but {root}/{folder} may be: name that one")
-    shown = and_more([quoted(path) for path in paths], 3, "files") or "nothing"
+    content = and_more([quoted(path) for path in paths], 3, "files") or "nothing"
     raise CheckpointError(
-        f"{root} is no checkpoint: it holds {shown}, and no .safetensors, .metadata with "
+        f"{root} is no checkpoint: it holds {content}, and no .safetensors, .metadata with "
         ".distcp, .pt, .pth, .bin or .ckpt"
     )
 

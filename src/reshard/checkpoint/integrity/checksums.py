@@ -24,8 +24,8 @@ import json
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from reshard.checkpoint.storage.local import Storage, StoredFile, blocks, check_path
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
@@ -35,8 +35,7 @@ SIDECAR = "reshard-checksums.json"
 VERSION = 2
 CHUNK = 4 << 20
 """The longest chunk that is written; an unaligned reader re-reads at most two of them."""
-WIDTH = 16
-"""Bytes of one checksum."""
+WIDTH = 16  # bytes of one checksum
 ROOM = 32 << 20
 """Bytes that a sidecar may have regardless of its files."""
 PER_BYTE = 4
@@ -46,15 +45,14 @@ least 60 bytes in the header or archive of its file."""
 MAX_ALONE = 4 << 30
 """The largest sidecar that is read for a single file, where the other files are unknown."""
 
+_ADVICE = "restore it from a copy, or delete it to continue without checksums"
+
 Bytes = bytes | bytearray | memoryview
 Sum = tuple[int, int, int, str]
 """File, start, stop and checksum of bytes that were written."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkSum:
-    """A range of a file with one checksum."""
-
+class ChunkSum(NamedTuple):
     start: int
     stop: int
     sum: bytes
@@ -74,7 +72,6 @@ class FileSums:
         return self.ends[-1] if self.ends else 0
 
     def chunk(self, index: int) -> ChunkSum:
-        """One chunk, counted from 0."""
         start = self.ends[index - 1] if index else 0
         return ChunkSum(start, self.ends[index], self.sums[index * WIDTH : (index + 1) * WIDTH])
 
@@ -86,8 +83,6 @@ class FileSums:
 
 @dataclass(frozen=True, slots=True)
 class Checksums:
-    """The content of a sidecar."""
-
     files: Mapping[str, FileSums]
     digests: Mapping[str, str]
     request: Mapping[str, Any] | None = None
@@ -111,47 +106,47 @@ class Checksums:
 
     @staticmethod
     def from_bytes(text: bytes, where: str = SIDECAR) -> Checksums:
-        """Read what ``to_bytes`` wrote."""
         length = len(_seal(b""))
         if text[-length:] != _seal(text[:-length]):
             raise DamageError(f"{where} was changed or truncated since it was written: {_ADVICE}")
         try:
             data = json.loads(text)
-        except (ValueError, RecursionError):
-            raise DamageError(f"{where} is not JSON: {_ADVICE}") from None
-        if (version := data.get("reshard-checksums")) != VERSION:
-            raise UnsupportedError(
-                f"{where} is of version {quoted(version)} and this reshard reads {VERSION}: use "
-                "the reshard that wrote it, or delete it to continue without checksums"
-            )
-        try:
+            if (version := data.get("reshard-checksums")) != VERSION:
+                raise UnsupportedError(
+                    f"{where} is of version {quoted(version)} and this reshard reads {VERSION}: "
+                    "use the reshard that wrote it, or delete it to continue without checksums"
+                )
             files = {check_path(path): _read_sums(entry) for path, entry in data["files"].items()}
             digests = {str(name): _hex(digest) for name, digest in data["digests"].items()}
             request = data.get("request")
             return Checksums(files, digests, None if request is None else dict(request))
-        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        except (
+            KeyError,
+            TypeError,
+            AttributeError,
+            ValueError,
+            OverflowError,
+            RecursionError,
+        ) as e:
             raise DamageError(
-                f"{where} is not what reshard writes ({' '.join(str(error).split())}): {_ADVICE}"
+                f"{where} is not what reshard writes ({' '.join(str(e).split())}): {_ADVICE}"
             ) from None
-
-
-_ADVICE = "restore it from a copy, or delete it to continue without checksums"
 
 
 def load_checksums(storage: Storage) -> Checksums | None:
     """The checksums of a checkpoint, or None if it has none."""
-    listed = {file.path: file.size for file in storage.list()}
-    if SIDECAR not in listed and len(listed) != 1:
+    sizes = {file.path: file.size for file in storage.list()}
+    is_listed, where = SIDECAR in sizes, f"{storage.root}/{SIDECAR}"
+    if not is_listed and len(sizes) != 1:
         return None
     try:
         size = storage.size(SIDECAR)
     except DamageError:
-        if SIDECAR in listed:
+        if is_listed:
             raise
         return None  # a single file without a sidecar
-    where = f"{storage.root}/{SIDECAR}"
-    others = sum(listed.values()) - listed.get(SIDECAR, 0)
-    most = ROOM + others * PER_BYTE if SIDECAR in listed else MAX_ALONE
+    others = sum(sizes.values()) - sizes.get(SIDECAR, 0)
+    most = ROOM + others * PER_BYTE if is_listed else MAX_ALONE
     if size > most:
         raise DamageError(
             f"{where} has {size} bytes, and for {others} bytes of files at most {most} are read: "
@@ -170,7 +165,6 @@ def checksum(data: Bytes) -> bytes:
 
 
 def sums_of(file: int, offset: int, data: Bytes) -> list[Sum]:
-    """The checksums of bytes that are written to a file."""
     view = memoryview(data)
     parts = ((offset + at, view[at : at + CHUNK]) for at in range(0, len(view), CHUNK))
     return [(file, at, at + len(part), checksum(part).hex()) for at, part in parts]
@@ -184,30 +178,22 @@ def file_sums(files: Sequence[StoredFile], sums: Iterable[Sum]) -> dict[str, Fil
     chunks: list[list[tuple[int, int, str]]] = [[] for _ in files]
     for number, start, stop, text in sums:
         chunks[number].append((start, stop, text))
-    found = {}
-    for file, some in zip(files, chunks, strict=True):
-        some.sort()
-        starts = [*(start for start, _, _ in some), file.size]
-        ends = tuple(stop for _, stop, _ in some)
-        for start, end in zip(starts, (0, *ends), strict=True):
+    by_path = {}
+    for file, written in zip(files, chunks, strict=True):
+        starts, ends, texts = zip(*sorted(written), strict=True) if written else ((), (), ())
+        for start, end in zip((*starts, file.size), (0, *ends), strict=True):
             if start != end:
-                low, high = sorted((start, end))
-                kind = "twice" if start < end else "never"
-                raise CheckpointError(
-                    f"{file.path}: bytes {low} to {high} of {file.size} were written {kind}: "
-                    "this is a bug in reshard; please report it"
+                low, high, times = (
+                    min(start, end),
+                    max(start, end),
+                    "twice" if start < end else "never",
                 )
-        found[file.path] = FileSums(ends, bytes.fromhex("".join(text for _, _, text in some)))
-    return found
-
-
-@dataclass(slots=True)
-class _Partial:
-    """A chunk whose first bytes were checked."""
-
-    hasher: Any
-    next: int
-    lock: threading.Lock = field(default_factory=threading.Lock)
+                raise CheckpointError(
+                    f"{file.path}: bytes {low} to {high} of {file.size} were written {times}: this "
+                    "is a bug in reshard; please report it"
+                )
+        by_path[file.path] = FileSums(ends, bytes.fromhex("".join(texts)))
+    return by_path
 
 
 class Checker:
@@ -223,8 +209,8 @@ class Checker:
         """Takes damage (path, chunk, its checksum now); without it damage is raised."""
         self._files = checksums.files if checksums is not None else {}
         self._lock = threading.Lock()
-        self._open: dict[tuple[str, int], _Partial | None] = {}
-        """Chunks that were read in part, and how far, if from their start."""
+        self._open: dict[tuple[str, int], tuple[Any, int] | None] = {}
+        """Chunks that were read in part: the hash up to which byte, if from their start."""
         self._done: dict[tuple[str, int], bool] = {}
         """Whether each chunk that was checked is right."""
 
@@ -252,13 +238,13 @@ class Checker:
             left = sorted(self._open)
             if path is not None:
                 every = ((path, index) for index in range(len(self._files[path].ends)))
-                left = [one for one in every if one not in self._done]
-        count = 0
+                left = [key for key in every if key not in self._done]
+        num_bytes = 0
         for path, index in left:
             chunk = self._files[path].chunk(index)
             self._judge(path, index, chunk, sum_of(storage, path, chunk.start, chunk.stop))
-            count += chunk.stop - chunk.start
-        return count
+            num_bytes += chunk.stop - chunk.start
+        return num_bytes
 
     def _check_part(
         self, path: str, index: int, chunk: ChunkSum, start: int, part: memoryview
@@ -267,21 +253,17 @@ class Checker:
         with self._lock:
             if key in self._done:
                 return
-            partial = self._open.get(key)
-            if partial is None and start == chunk.start:
-                partial = _Partial(_hasher(), start)
-            self._open[key] = partial
-        if partial is None:
-            return
-        with partial.lock:
-            if partial.next == start:
-                partial.hasher.update(part)
-                partial.next += len(part)
-                if partial.next == chunk.stop:
-                    self._judge(path, index, chunk, partial.hasher.digest())
+            known = self._open.setdefault(key, None)
+            if start != (known[1] if known else chunk.start):
+                return
+            hasher = known[0] if known else _hasher()
+            hasher.update(part)
+            self._open[key] = hasher, start + len(part)
+        if start + len(part) == chunk.stop:
+            self._judge(path, index, chunk, hasher.digest())
 
-    def _judge(self, path: str, index: int, chunk: ChunkSum, found: bytes) -> None:
-        key, is_right = (path, index), found == chunk.sum
+    def _judge(self, path: str, index: int, chunk: ChunkSum, now: bytes) -> None:
+        key, is_right = (path, index), now == chunk.sum
         with self._lock:
             was_right = self._done.get(key, True)
             self._done[key] = is_right and was_right
@@ -289,22 +271,20 @@ class Checker:
         if is_right:
             return
         if self.report is None:
-            raise DamageError(damage(f"{self.root}/{path}", chunk, found))
+            raise DamageError(damage(f"{self.root}/{path}", chunk, now))
         if was_right:
-            self.report(path, chunk, found)
+            self.report(path, chunk, now)
 
 
-def damage(where: str, chunk: ChunkSum, found: bytes) -> str:
-    """The error message for a chunk that has changed."""
+def damage(where: str, chunk: ChunkSum, now: bytes) -> str:
     return (
         f"{where}: bytes {chunk.start} to {chunk.stop} changed since they were written: their "
-        f"checksum is {found.hex()} and was {chunk.sum.hex()}: restore the file from a "
+        f"checksum is {now.hex()} and was {chunk.sum.hex()}: restore the file from a "
         f"copy; if it was changed on purpose, delete {SIDECAR}"
     )
 
 
 def sum_of(storage: Storage, path: str, start: int, stop: int) -> bytes:
-    """The checksum of a range of a file."""
     hasher = _hasher()
     for part in blocks(storage, path, start, stop):
         hasher.update(part)

@@ -6,8 +6,6 @@ read gives a part, in any order, from any thread or process, and consecutive par
 the CRC of the whole record.
 
 >>> from zlib import crc32
->>> combine(crc32(b"left, "), crc32(b"right"), len(b"right")) == crc32(b"left, right")
-True
 >>> crcs = Crcs([Crc(0, 100, 11, crc32(b"left, right"))])
 >>> parts = crcs.parts(0, 106, b"right"), crcs.parts(0, 100, b"left, ")
 >>> for some in parts:
@@ -25,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 
 from reshard.checkpoint.catalog import Catalog, Crc
-from reshard.checkpoint.formats.torch.archive import archive_crcs, is_archive
+from reshard.checkpoint.formats.torch.archive import archive_crcs, crc_damage, is_archive
 from reshard.checkpoint.integrity.checksums import Bytes, Checksums
 from reshard.checkpoint.piece_table import tensors_at
 from reshard.checkpoint.storage.local import Storage, blocks
@@ -34,8 +32,6 @@ from reshard.text import quoted
 
 Part = tuple[int, int, int, int]
 """The number of a record, the start and end of a range of its file, and the CRC-32 of the range."""
-Unread = Callable[[int, int, int], int]
-"""Reads a range (file, start, end) that no reader has read, and returns its CRC-32."""
 
 
 def crcs_of(storage: Storage, catalog: Catalog, checksums: Checksums | None) -> tuple[Crc, ...]:
@@ -45,19 +41,19 @@ def crcs_of(storage: Storage, catalog: Catalog, checksums: Checksums | None) -> 
     """
     ours = checksums.files if checksums is not None else {}
     files = {number for number, file in enumerate(catalog.files) if file.path not in ours}
-    found = [crc for crc in catalog.crcs if crc.file in files]
+    crcs = [crc for crc in catalog.crcs if crc.file in files]
     for entry in catalog.objects.values():
         if entry.file in files:
             place = catalog.files[entry.file].path, entry.offset, entry.size
             try:
-                found += archive_crcs(storage, place, entry.file)
+                crcs += archive_crcs(storage, place, entry.file)
             except UnsupportedError:
                 continue  # of another kind than torch.save writes: it has no CRC
             except DamageError as error:
                 if is_archive(storage, place):
                     what = f"entry {quoted(entry.name)} cannot be read"
                     raise DamageError(f"{error} ({what}): restore the file from a copy") from None
-    return tuple(found)
+    return tuple(crcs)
 
 
 class Crcs:
@@ -73,11 +69,9 @@ class Crcs:
         return len(self._crcs)
 
     def chosen(self, which: Collection[int]) -> list[Crc]:
-        """The records with these numbers, in order."""
         return [self._crcs[one] for one in sorted(which)]
 
     def touching(self, file: int, start: int, stop: int) -> range:
-        """The numbers of the records that overlap a range of a file."""
         first = bisect_right(self._ends, (file, start))
         last = first
         while last < len(self._crcs) and self._crcs[last][:2] < (file, stop):
@@ -87,12 +81,12 @@ class Crcs:
     def parts(self, file: int, offset: int, data: Bytes) -> list[Part]:
         """The CRC-32 of bytes that were read at an offset, split at the ends of records."""
         view = memoryview(data).cast("B")
-        found = []
+        parts = []
         for which in self.touching(file, offset, offset + len(view)):
             start = max(self._crcs[which].offset, offset)
             stop = min(self._ends[which][1], offset + len(view))
-            found.append((which, start, stop, zlib.crc32(view[start - offset : stop - offset])))
-        return found
+            parts.append((which, start, stop, zlib.crc32(view[start - offset : stop - offset])))
+        return parts
 
     def add(self, parts: Iterable[Part]) -> None:
         """Keep parts; of those that begin at the same byte, the longest."""
@@ -103,21 +97,19 @@ class Crcs:
                     known[start] = stop, value
 
     def values(
-        self, unread: Unread, which: Collection[int] | None = None
+        self, unread: Callable[[int, int, int], int], which: Collection[int] | None = None
     ) -> Iterator[tuple[Crc, int]]:
         """The current CRC-32 of these records, or of all that were read in part.
 
-        ``unread`` reads the ranges that are missing.
+        ``unread`` reads a range that is missing (file, start, stop), and returns its CRC-32.
         """
         for one in sorted(self._parts) if which is None else which:
             crc, parts = self._crcs[one], self._parts.pop(one, {})
-            end, at, value = crc.offset + crc.size, crc.offset, 0
-            starts = [*sorted(parts), end]
-            while at < end:
-                if at not in parts:
-                    stop = starts[bisect_left(starts, at)]
-                    parts[at] = stop, unread(crc.file, at, stop)
-                stop, part = parts[at]
+            at, value = crc.offset, 0
+            starts = [*sorted(parts), self._ends[one][1]]
+            while at < starts[-1]:
+                stop, part = parts.get(at) or (starts[bisect_left(starts, at)], None)
+                part = unread(crc.file, at, stop) if part is None else part
                 value = combine(value, part, stop - at)
                 at = stop
             yield crc, value
@@ -137,11 +129,7 @@ def changed(
     ranges = [(crc.file, crc.offset, crc.offset + crc.size) for crc, _ in records]
     for (crc, now), names in zip(records, tensors_at(catalog, ranges), strict=True):
         some = ", ".join(map(quoted, names[:3])) + " and more" * (len(names) > 3)
-        message = (
-            f"{catalog.root}/{catalog.files[crc.file].path}: bytes {crc.offset} to "
-            f"{crc.offset + crc.size} changed since torch saved them: their CRC-32 is {now:08x} "
-            f"and was {crc.value:08x}: restore the file from a copy"
-        )
+        message = crc_damage(f"{catalog.root}/{catalog.files[crc.file].path}", *crc[1:], now)
         yield message + f" (tensor {some})" * bool(names), names
 
 

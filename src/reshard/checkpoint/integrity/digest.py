@@ -77,7 +77,7 @@ def part(data: Any, box: Box, shape: Sequence[int], dtype: str) -> int:
         return 0
     numbers = array[..., np.newaxis].view(np.uint8)
     merged = _merged(numbers, tuple(zip(numbers.shape, (*steps, 1), strict=True)))
-    return _of_bytes(*merged) * pow(256, start, MODULUS) % MODULUS
+    return _value(*merged) * pow(256, start, MODULUS) % MODULUS
 
 
 def whole(rows: Array) -> list[int]:
@@ -117,9 +117,7 @@ def _merged(numbers: Array, dims: Dims) -> tuple[Array, Dims]:
     strides = list(numbers.strides)
     for dim in reversed(range(len(sizes) - 1)):
         after = sizes[dim + 1]
-        counts_on = (
-            steps[dim] == after * steps[dim + 1] and strides[dim] == after * strides[dim + 1]
-        )
+        counts_on = all(each[dim] == after * each[dim + 1] for each in (steps, strides))
         if counts_on or sizes[dim] == 1 or after == 1:
             kept = dim + 1 if after > 1 or sizes[dim] == 1 else dim
             steps[dim], strides[dim] = steps[kept], strides[kept]
@@ -128,29 +126,19 @@ def _merged(numbers: Array, dims: Dims) -> tuple[Array, Dims]:
     return numbers.reshape(sizes), tuple(zip(sizes, steps, strict=True))
 
 
-def _of_bytes(numbers: Array, dims: Dims) -> int:
-    """The value of an array of bytes whose first byte is byte 0 of the tensor.
+def _value(words: Array, dims: Dims) -> int:
+    """The value of an array of bytes or words whose first word is word 0 of the tensor.
 
-    Where the last dim is contiguous in memory and in the tensor its bytes are read as words.
+    Bytes that are contiguous in memory and in the tensor are read as words. The last dims, up to
+    512 words, become the columns of a matrix; the first dim that does not fit is split into groups
+    that do.
     """
     length, step = dims[-1]
-    if numbers.strides[-1] != 1 or step != 1:
-        return _value(numbers, dims)
-    if numbers.ndim > 1:
+    if words.itemsize == step == words.strides[-1] == 1:
+        if length > COLUMNS and length % WORD:
+            return _split(words, dims, len(dims) - 1, length - length % WORD)
         width = gcd(length, WORD)
-        return _value(numbers.view(f"<u{width}"), (*dims[:-1], (length // width, width)))
-    high = length // WORD * WORD
-    end = int.from_bytes(numbers[high:].tobytes(), "little") * pow(256, high, MODULUS)
-    words = numbers[:high].view(f"<u{WORD}")
-    return (end + _value(words, ((high // WORD, WORD),))) % MODULUS if high else end
-
-
-def _value(words: Array, dims: Dims) -> int:
-    """The value of an array of words whose first word is word 0 of the tensor.
-
-    The last dims, up to 512 words, become the columns of a matrix; the first dim that does not fit
-    is split into groups that do. The remainder of that dim is handled apart.
-    """
+        words, dims = words.view(f"<u{width}"), (*dims[:-1], (length // width, width))
     first, inner = len(dims), 1
     while first and inner * dims[first - 1][0] <= COLUMNS:
         first -= 1
@@ -159,34 +147,24 @@ def _value(words: Array, dims: Dims) -> int:
         return _joined(_dots(words, dims, 0)[:, 0].tolist())
     length, step = dims[first - 1]
     group = COLUMNS // inner
-    main = length // group * group
-    before, after = dims[: first - 1], dims[first:]
-    at = (slice(None),) * (first - 1)
-    grouped = (*before, (main // group, step * group), (group, step), *after)
-    body = words[(*at, slice(0, main))].reshape([length for length, _ in grouped])
-    value = _sum_of_rows(body, grouped, first)
-    if main < length:
-        rest = words[(*at, slice(main, length))]
-        tail = _value(rest, (*before, (length - main, step), *after))
-        value += tail * pow(256, main * step, MODULUS)
-    return value % MODULUS
+    if length % group:
+        return _split(words, dims, first - 1, length - length % group)
+    if group > 1:
+        grouped = (length // group, step * group), (group, step)
+        dims = (*dims[: first - 1], *grouped, *dims[first:])
+        words = words.reshape([length for length, _ in dims])
+    if prod(length for length, _ in dims[:first]) > ROWS:
+        dim = next(dim for dim, (length, _) in enumerate(dims) if length > 1)
+        return _split(words, dims, dim, dims[dim][0] // 2)
+    return _contracted(_dots(words, dims, first), dims[:first])
 
 
-def _sum_of_rows(words: Array, dims: Dims, num_rows: int) -> int:
-    """The value of an array whose first ``num_rows`` dims are rows, a few thousand rows a time."""
-    rows = prod(length for length, _ in dims[:num_rows])
-    if rows <= ROWS:
-        return _contracted(_dots(words, dims, num_rows), dims[:num_rows])
-    length, step = dims[0]
-    if length == 1:
-        return _sum_of_rows(words[0], dims[1:], num_rows - 1)
-    most = max(ROWS // (rows // length), 1)
-    total = 0
-    for at in range(0, length, most):
-        part = words[at : at + most]
-        value = _sum_of_rows(part, ((len(part), step), *dims[1:]), num_rows)
-        total += value * pow(256, at * step, MODULUS)
-    return total % MODULUS
+def _split(words: Array, dims: Dims, dim: int, at: int) -> int:
+    length, step = dims[dim]
+    before, after = np.split(words, [at], axis=dim)
+    low = _value(before, (*dims[:dim], (at, step), *dims[dim + 1 :]))
+    high = _value(after, (*dims[:dim], (length - at, step), *dims[dim + 1 :]))
+    return (low + high * pow(256, at * step, MODULUS)) % MODULUS
 
 
 def _dots(words: Array, dims: Dims, num_rows: int) -> Array:
@@ -243,10 +221,10 @@ def _joined(lanes: Sequence[float]) -> int:
 
 def _weights(dims: Dims, most: int) -> Array:
     """The powers of 256 at the positions of these dims: primes x positions, at most ``most``."""
-    if len(dims) == 1:  # the first of those for a longer dim
-        [(length, step)] = dims
-        return _all_weights(((most, step),))[:, :length]
-    return _all_weights(dims)
+    if len(dims) > 1:
+        return _all_weights(dims)
+    [(length, step)] = dims
+    return _all_weights(((most, step),))[:, :length]  # one array for all lengths
 
 
 @lru_cache(maxsize=96)
@@ -255,7 +233,7 @@ def _all_weights(dims: Dims) -> Array:
 
     Remainders are centred: at most half the prime, on either side of 0.
     """
-    found = []
+    rows = []
     for prime in PRIMES:
         weights = np.ones(1, dtype=np.int64)
         for length, step in dims:
@@ -267,5 +245,5 @@ def _all_weights(dims: Dims) -> Array:
                 done += more
             weights = np.multiply.outer(weights, powers) % prime
         weights = weights.ravel()
-        found.append(np.where(weights > prime // 2, weights - prime, weights))
-    return np.array(found, dtype=np.float64)
+        rows.append(np.where(weights > prime // 2, weights - prime, weights))
+    return np.array(rows, dtype=np.float64)

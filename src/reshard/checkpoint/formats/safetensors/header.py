@@ -14,10 +14,7 @@ names for duplicates.
 >>> header.tensors["w"]
 LocalTensor(dtype='float32', shape=(2, 2), strides=(2, 1), offset=152, storage='', length=0)
 
-The metadata that reshard adds to its safetensors files has global shapes, layouts, mesh and rank.
-
-Every safetensors file that reshard writes as one of several carries in ``__metadata__`` the key
-``reshard``, whose value is JSON:
+A file that reshard writes as one of several has the key ``reshard`` in ``__metadata__``, with JSON:
 
     {"version": 1,                  readers refuse a version they do not know
      "file": 3, "files": 4,         this file's number, from 1, and how many there are
@@ -31,9 +28,6 @@ Torch's readers ignore it. The offset of a tensor in the global one is in torch'
 ``DCP_SHARDING_INFO`` (``{"w": {"saved_offsets": [4, 0]}}``); in a file without that key it
 follows from rank, mesh and layout, which also covers local tensors joined from several boxes.
 
->>> own = OwnMetadata(3, 4, "tp=4", 2, {"w": OwnTensor((8, 4), "tp -")})
->>> OwnMetadata.parse(own.to_text(), "a.safetensors") == own
-True
 """
 
 from __future__ import annotations
@@ -45,7 +39,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from operator import itemgetter
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
 from reshard.checkpoint.formats.checks import Content, LocalTensor, checked_shape, shown
 from reshard.dtypes import itemsize
@@ -53,8 +47,7 @@ from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.layout.box import row_major
 from reshard.text import quoted
 
-MAX_HEADER = 100_000_000
-"""The limit of the safetensors library."""
+MAX_HEADER = 100_000_000  # the limit of the safetensors library
 
 DTYPES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "I32": "int32",
@@ -66,19 +59,15 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class BuiltHeader:
-    """The first bytes of a file to be written, and the places of its tensors."""
+class BuiltHeader(NamedTuple):
+    """The bytes of a file before its tensors, the byte at which each begins, the size of all."""
 
     data: bytes
-    """The length and the header, ending where the first tensor begins."""
     offsets: Mapping[str, int]
-    """The byte of the file at which each tensor begins."""
     file_size: int
 
 
 def header_length(first: bytes, file_size: int, where: str) -> int:
-    """The length of the header, from the first eight bytes of a file."""
     if len(first) < 8:
         raise DamageError(f"{where} has {file_size} bytes: a safetensors file has at least 8")
     length = int.from_bytes(first[:8], "little")
@@ -103,16 +92,13 @@ def parse_header(data: bytes, file_size: int, where: str) -> Content:
     metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise DamageError(f"{where}: __metadata__ is not an object of strings")
-    ranges = [(*_entry(name, value, where), name) for name, value in raw.items()]
-    ranges.sort(key=itemgetter(0, 1))
+    entries = [(*_entry(name, value, where), name) for name, value in raw.items()]
     tensors, end, before = dict[str, LocalTensor](), 0, ""
-    for start, stop, dtype, shape, name in ranges:
+    for start, stop, dtype, shape, name in sorted(entries, key=itemgetter(0, 1)):
         if start != end:
             what = "overlaps" if start < end else "leaves a gap after"
-            _damaged(
-                name, where, f"begins at byte {start} of the data and {what} "
-                f"{before or 'the header'}, which ends at {end}"
-            )  # fmt: skip
+            what = f"begins at byte {start} of the data and {what} {before or 'the header'}"
+            raise _damaged(name, where, f"{what}, which ends at {end}")
         tensors[name] = LocalTensor(dtype, shape, _strides(shape), data_start + start)
         end, before = stop, quoted(name)
     if end != file_size - data_start:
@@ -144,38 +130,36 @@ def build_header(
         entries[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": (start, stop)}
         starts[name], start = start, stop
     content = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    length = len(content) + -len(content) % 8
-    if length > MAX_HEADER:
+    content = content.ljust(len(content) + -len(content) % 8)
+    if (length := len(content)) > MAX_HEADER:
         raise CheckpointError(
             f"a header of {length} bytes for {len(tensors)} tensors: readers take at most "
             f"{MAX_HEADER}; write more and smaller files"
         )
-    first = 8 + length
-    offsets = {name: first + at for name, at in starts.items()}
-    data = length.to_bytes(8, "little") + content.ljust(length)
-    return BuiltHeader(data, offsets, first + start)
+    offsets = {name: 8 + length + at for name, at in starts.items()}
+    return BuiltHeader(length.to_bytes(8, "little") + content, offsets, 8 + length + start)
 
 
 def read_json(data: bytes, where: str) -> dict[str, Any]:
     """A JSON object without duplicate keys."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = dict(pairs)
+        if len(keys) != len(pairs):
+            [(double, _)] = Counter(key for key, _ in pairs).most_common(1)
+            raise DamageError(f"{where}: the key {quoted(double)} occurs twice")
+        return keys
+
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_no_doubles)
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
+    except DamageError:
+        raise
     except (ValueError, RecursionError) as error:
-        if isinstance(error, DamageError):
-            raise DamageError(f"{where}: {error}") from None
         reason = " ".join(str(error).split())
         raise DamageError(f"{where}: its JSON cannot be read: {reason[:200]}") from None
     if not isinstance(value, dict):
         raise DamageError(f"{where}: its JSON is no object")
     return value
-
-
-def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        [(double, _)] = Counter(key for key, _ in pairs).most_common(1)
-        raise DamageError(f"the key {quoted(double)} occurs twice")
-    return found
 
 
 def _entry(name: str, value: object, where: str) -> tuple[int, int, str, tuple[int, ...]]:
@@ -184,7 +168,7 @@ def _entry(name: str, value: object, where: str) -> tuple[int, int, str, tuple[i
         case {"dtype": str(kind), "shape": list(sizes), "data_offsets": [int(start), int(stop)]}:
             pass
         case _:
-            _damaged(name, where, "has no dtype, shape and two data_offsets")
+            raise _damaged(name, where, "has no dtype, shape and two data_offsets")
     dtype = DTYPES.get(kind)
     if dtype is None:
         raise UnsupportedError(
@@ -193,15 +177,15 @@ def _entry(name: str, value: object, where: str) -> tuple[int, int, str, tuple[i
         )
     shape = checked_shape(sizes, where, name)
     if not 0 <= start <= stop or isinstance(start, bool) or isinstance(stop, bool):
-        _damaged(name, where, f"is at bytes {start} to {stop} of the data")
-    needed = prod(shape) * itemsize(dtype)
-    if stop - start != needed:
-        _damaged(name, where, f"has {stop - start} bytes and {shape} of {dtype} needs {needed}")
+        raise _damaged(name, where, f"is at bytes {start} to {stop} of the data")
+    size, needed = stop - start, prod(shape) * itemsize(dtype)
+    if size != needed:
+        raise _damaged(name, where, f"has {size} bytes and {shape} of {dtype} needs {needed}")
     return start, stop, dtype, shape
 
 
-def _damaged(name: str, where: str, what: str) -> NoReturn:
-    raise DamageError(f"{where}: tensor {quoted(name)} {what}: the header is damaged")
+def _damaged(name: str, where: str, what: str) -> DamageError:
+    return DamageError(f"{where}: tensor {quoted(name)} {what}: the header is damaged")
 
 
 KEY = "reshard"
@@ -212,41 +196,32 @@ RESERVED = frozenset((KEY, SHARDING, "DCP_VERSION"))
 VERSION = 1
 
 
-@dataclass(frozen=True, slots=True)
-class OwnTensor:
-    """The global shape of a tensor, and its layout if known."""
-
+class OwnTensor(NamedTuple):
     shape: tuple[int, ...]
     layout: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class OwnMetadata:
-    """The metadata of one file of a set."""
+    """The metadata of one file of a set; its fields are those of the JSON."""
 
     file: int
-    """Its number, from 1."""
     files: int
-    """The number of files."""
     mesh: str | None = None
     rank: int | None = None
     tensors: Mapping[str, OwnTensor] = field(default_factory=dict)
 
     def to_text(self) -> str:
         data: dict[str, Any] = {"version": VERSION, "file": self.file, "files": self.files}
-        if self.mesh is not None:
-            data["mesh"] = self.mesh
-        if self.rank is not None:
-            data["rank"] = self.rank
-        data["tensors"] = tensors = {}
-        for name, tensor in self.tensors.items():
-            layout = {} if tensor.layout is None else {"layout": tensor.layout}
-            tensors[name] = {"shape": list(tensor.shape), **layout}
-        return json.dumps(data, separators=(",", ":"))
+        data |= {"mesh": self.mesh, "rank": self.rank}
+        data["tensors"] = {
+            name: _known({"shape": shape, "layout": layout})
+            for name, (shape, layout) in self.tensors.items()
+        }
+        return json.dumps(_known(data), separators=(",", ":"))
 
     @classmethod
     def parse(cls, text: str, where: str) -> OwnMetadata:
-        """Read what ``to_text`` wrote."""
         where = f'{where}: "{KEY}" of its __metadata__'
         raw = read_json(text.encode("utf-8", "surrogatepass"), where)
         if raw.get("version") != VERSION:
@@ -264,12 +239,16 @@ class OwnMetadata:
             raise DamageError(f"{where}: mesh is a text and rank a number")
         if not 1 <= file <= files:
             raise DamageError(f"{where} is about file {file} of {files}")
-        found = {}
+        described = {}
         for name, value in tensors.items():
             if not isinstance(value, dict):
                 raise DamageError(f"{where}: tensor {quoted(name)} is not described by an object")
             layout = value.get("layout")
             if not (layout is None or isinstance(layout, str)):
                 raise DamageError(f"{where}: the layout of tensor {quoted(name)} is no text")
-            found[name] = OwnTensor(checked_shape(value.get("shape"), where, name), layout)
-        return cls(file, files, mesh, rank, found)
+            described[name] = OwnTensor(checked_shape(value.get("shape"), where, name), layout)
+        return cls(file, files, mesh, rank, described)
+
+
+def _known(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if value is not None}

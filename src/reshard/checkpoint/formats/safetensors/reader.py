@@ -15,10 +15,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
-from operator import add, gt
-from typing import Any
+from operator import add, attrgetter, gt
+from typing import Any, NamedTuple
 
 from reshard.checkpoint.catalog import Catalog, StoredPiece, StoredTensor
 from reshard.checkpoint.formats.checks import (
@@ -74,7 +73,7 @@ def read_headed(
         if KEY in one.described:
             with findings:
                 own[file] = OwnMetadata.parse(one.described[KEY], one.where)
-    if index is not None:
+    if index is not None and mapped:
         _check_index(reading, storage.where(index.path), mapped, contents)
     return files, contents, own
 
@@ -89,7 +88,7 @@ def _choose_files(
         counts = Counter(mapped.values())
         for path, count in counts.items():
             if path not in present:
-                reading.findings.found(
+                reading.findings.add_damage(
                     f"{root}/{path} is missing: the index puts {count} tensors there"
                 )
         return [present[path] for path in sorted(counts) if path in present]
@@ -129,13 +128,12 @@ def read_headers(
 
 def find_index(listed: Iterable[StoredFile]) -> StoredFile | None:
     """The index of the folder's files, if there is exactly one."""
-    found = [f for f in listed if f.path.endswith(INDEX) and "/" not in f.path]
-    usual = [f for f in found if f.path == f"model{INDEX}"]
-    return (usual or found)[0] if usual or len(found) == 1 else None
+    indexes = [f for f in listed if f.path.endswith(INDEX) and "/" not in f.path]
+    usual = [f for f in indexes if f.path == f"model{INDEX}"] or indexes
+    return usual[0] if len(usual) == 1 else None
 
 
 def index_files(storage: Storage, index: StoredFile) -> Mapping[str, str]:
-    """The file of each tensor, from the index."""
     where = storage.where(index.path)
     if index.size > MAX_INDEX:
         raise DamageError(f"{where} has {index.size} bytes, at most {MAX_INDEX} are read")
@@ -156,14 +154,14 @@ def _check_index(
     listed: dict[str, set[str]] = {}
     for name, path in mapped.items():
         listed.setdefault(path, set()).add(name)
-    for file, one in contents.items() if mapped else ():
+    for file, one in contents.items():
         path, stored = file.path, one.tensors.keys()
         if absent := sorted(listed[path] - stored):
-            reading.findings.found(
+            reading.findings.add_damage(
                 f"{where} puts {_tensors(absent)} into {path}, whose header does not have it"
             )
         if extra := sorted(stored - listed[path]):
-            reading.findings.found(f"{one.where} holds {_tensors(extra)}, which {where} lacks")
+            reading.findings.add_damage(f"{one.where} holds {_tensors(extra)}, which {where} lacks")
 
 
 def _tensors(names: Sequence[str]) -> str:
@@ -171,7 +169,6 @@ def _tensors(names: Sequence[str]) -> str:
 
 
 def read_whole(reading: Reading, files: Sequence[StoredFile], contents: Contents) -> Catalog:
-    """The catalog of files that hold whole tensors."""
     index = find_index(reading.listed)
     if index is None:
         reading.check_parts(files)
@@ -194,32 +191,13 @@ def read_whole(reading: Reading, files: Sequence[StoredFile], contents: Contents
 _SHARD = re.compile(r"shard-(\d{1,9})-", re.ASCII)
 
 
-@dataclass(slots=True)
-class _Gathered:
-    """A tensor while its boxes are being collected."""
+class _Part(NamedTuple):
+    """A box of a tensor in one file, and what the file says of the whole tensor."""
 
-    dtype: str
-    num_dims: int
     where: str
-    pieces: list[StoredPiece] = field(default_factory=list)
-    shape: tuple[int, ...] | None = None
-    """The global shape, where a file has it."""
-
-    def add(
-        self, name: str, local: LocalTensor, piece: StoredPiece, where: str, own: OwnTensor | None
-    ) -> None:
-        named, num_dims = f"{where}: tensor {quoted(name)}", len(local.shape)
-        if (self.dtype, self.num_dims) != (local.dtype, num_dims):
-            raise DamageError(
-                f"{named} is {local.dtype} of {num_dims} dims and {self.dtype} of {self.num_dims} "
-                f"in {self.where}: one of them is not of this checkpoint"
-            )
-        if own is not None and self.shape not in (None, own.shape):
-            raise DamageError(
-                f"{named} is part of {own.shape}, and of {self.shape} in {self.where}"
-            )
-        self.shape = self.shape if own is None else own.shape
-        self.pieces.append(piece)
+    dtype: str
+    piece: StoredPiece
+    own: OwnTensor | None
 
 
 def check_counts(reading: Reading, files: Sequence[StoredFile], own: Own) -> None:
@@ -228,25 +206,23 @@ def check_counts(reading: Reading, files: Sequence[StoredFile], own: Own) -> Non
     counts = {one.files: file.path for file, one in own.items()}
     if len(counts) > 1:
         (one, first), (two, second), *_ = counts.items()
-        findings.found(f"{root}/{first} is one of {one} files and {second} one of {two}")
+        findings.add_damage(f"{root}/{first} is one of {one} files and {second} one of {two}")
         return
     numbers = {one.file for one in own.values()}
     total = next(iter(counts), 0)
     if not own:
-        matches = [_SHARD.match(file.path) for file in files]
-        numbers = {int(match[1]) for match in matches if match}
+        numbers = {int(match[1]) for file in files if (match := _SHARD.match(file.path))}
         total = max(max(numbers), mesh.num_ranks if mesh else 0) if numbers else 0
-    absent = islice((n for n in range(1, total + 1) if n not in numbers), 4)
-    named = ", ".join(map(str, absent))
-    if named:
-        have = f"{len(numbers)} of {total} are there"
-        findings.found(f"{root}: shard {named} of {total} is missing ({have})")
+    absent = [*islice((n for n in range(1, total + 1) if n not in numbers), 4)]
+    if absent:
+        text = f"shard {', '.join(map(str, absent))} of {total} is missing"
+        findings.add_damage(f"{root}: {text} ({len(numbers)} of {total} are there)")
 
 
 def read_sharded(reading: Reading, contents: Contents, own: Own) -> Catalog:
     """The catalog of files whose metadata places their tensors."""
     findings = reading.findings
-    gathered: dict[str, _Gathered] = {}
+    parts: dict[str, list[_Part]] = {}
     layouts: dict[str, str] = {}
     for number, (file, one) in enumerate(contents.items()):
         described = own[file].tensors if file in own else {}
@@ -260,35 +236,28 @@ def read_sharded(reading: Reading, contents: Contents, own: Own) -> Catalog:
                     start = _start(name, local, one.where, offsets)
                     stop = checked_shape(tuple(map(add, start, local.shape)), one.where, name)
                     piece = StoredPiece(Box(start, stop), number, local.offset, local.strides)
-                    found = gathered.get(name)
-                    if found is None:
-                        found = gathered[name] = _Gathered(local.dtype, len(start), one.where)
-                    found.add(name, local, piece, one.where, described.get(name))
+                    part = _Part(one.where, local.dtype, piece, described.get(name))
+                    parts.setdefault(name, []).append(part)
         layouts |= {name: tensor.layout for name, tensor in described.items() if tensor.layout}
     tensors = {}
-    for name, found in gathered.items():
+    for name, some in parts.items():
         with findings:
-            tensors[name] = _tensor(name, found)
-    if reading.mesh is None and any(found.shape is None for found in gathered.values()):
+            tensors[name] = _joined(name, some, findings)
+    have_shapes = all(any(part.own for part in some) for some in parts.values())
+    if reading.mesh is None and not have_shapes:
         findings.note(
             "the files do not say how large their tensors are: shapes reach as far as the boxes "
             "found, so a last shard that is missing would not be noticed; it is with the mesh that "
             "saved them (--mesh, in convert --from-mesh)"
         )
-    meshes = [one.mesh for one in own.values() if one.mesh is not None]
-    return reading.catalog(
-        "sharded-safetensors",
-        contents,
-        tensors,
-        mesh=meshes[0] if meshes else None,
-        layouts=layouts if meshes else {},
-    )
+    mesh = next((one.mesh for one in own.values() if one.mesh is not None), None)
+    kind, layouts = "sharded-safetensors", layouts if mesh else {}
+    return reading.catalog(kind, contents, tensors, mesh=mesh, layouts=layouts)
 
 
 def _start(
     name: str, local: LocalTensor, where: str, offsets: Mapping[str, Any] | None
 ) -> tuple[int, ...]:
-    """Where a tensor of a file begins in the global one."""
     if offsets is None:
         return (0,) * len(local.shape)
     place, named = offsets.get(name), f"{where}: tensor {quoted(name)}"
@@ -300,14 +269,30 @@ def _start(
     return start
 
 
-def _tensor(name: str, found: _Gathered) -> StoredTensor:
-    stops = (piece.box.stop for piece in found.pieces)
-    reach = tuple(map(max, zip(*stops, strict=True)))
-    shape = checked_shape(reach, found.where, name) if found.shape is None else found.shape
+def _joined(name: str, parts: Sequence[_Part], findings: Findings) -> StoredTensor:
+    """The global tensor of parts; those that do not fit the first one are noted and left out."""
+    first, shape = parts[0], None
+    dtype, num_dims = first.dtype, len(first.piece.strides)
+    pieces = list[StoredPiece]()
+    for where, kind, piece, own in parts:
+        with findings:
+            named, dims = f"{where}: tensor {quoted(name)}", len(piece.strides)
+            if (kind, dims) != (dtype, num_dims):
+                raise DamageError(
+                    f"{named} is {kind} of {dims} dims and {dtype} of {num_dims} in "
+                    f"{first.where}: one of them is not of this checkpoint"
+                )
+            if own is not None and shape not in (None, own.shape):
+                raise DamageError(
+                    f"{named} is part of {own.shape}, and of {shape} in {first.where}"
+                )
+            shape = shape if own is None else own.shape
+            pieces.append(piece)
+    reach = tuple(map(max, zip(*(piece.box.stop for piece in pieces), strict=True)))
+    shape = checked_shape(reach, first.where, name) if shape is None else shape
     if len(reach) != len(shape) or any(map(gt, reach, shape)):
         raise DamageError(
-            f"{found.where}: tensor {quoted(name)} has a box that reaches to {reach}, outside of "
+            f"{first.where}: tensor {quoted(name)} has a box that reaches to {reach}, outside of "
             f"its shape {shape}"
         )
-    pieces = sorted(found.pieces, key=lambda piece: piece.box)
-    return StoredTensor(name, shape, found.dtype, tuple(pieces))
+    return StoredTensor(name, shape, dtype, tuple(sorted(pieces, key=attrgetter("box"))))

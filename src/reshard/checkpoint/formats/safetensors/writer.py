@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -55,7 +55,14 @@ def full(
     base: str = "model",
 ) -> Output:
     """Whole tensors in one file, or in several with an index; file names begin with the base."""
-    groups = list(_packed(tensors, max_shard_size))
+    groups = [File()]
+    size = 0
+    for name, wanted in tensors.items():
+        if groups[-1] and size + wanted.num_bytes > max_shard_size:
+            groups.append(File())
+            size = 0
+        groups[-1][name] = _box(wanted.dtype, (0,) * len(wanted.shape), wanted.shape)
+        size += wanted.num_bytes
     files = {f"{base}.safetensors": groups[0]}
     if len(groups) > 1:
         end = f"of-{len(groups):05d}.safetensors"
@@ -129,18 +136,6 @@ def ranks(tensors: Mapping[str, Wanted], metadata: Mapping[str, str]) -> Output:
     return _assemble(named, tensors, metadata, meshes.pop(), sorted(files))
 
 
-def _packed(tensors: Mapping[str, Wanted], limit: int) -> Iterator[File]:
-    """Whole tensors in order, grouped into files up to a size, at least one in each."""
-    file, total = File(), 0
-    for name, wanted in tensors.items():
-        if file and total + wanted.num_bytes > limit:
-            yield file
-            file, total = File(), 0
-        file[name] = _box(wanted.dtype, (0,) * len(wanted.shape), wanted.shape)
-        total += wanted.num_bytes
-    yield file
-
-
 def _assemble(
     files: Mapping[str, File],
     tensors: Mapping[str, Wanted],
@@ -158,8 +153,10 @@ def _assemble(
         order = sorted(file, key=lambda name: -itemsize(file[name].dtype))
         extra = {}
         if own is not None:
-            texts = {name: _layout_text(tensors[name].layout, own) for name in file}
-            described = {name: OwnTensor(tensors[name].shape, text) for name, text in texts.items()}
+            described = {
+                name: OwnTensor(tensors[name].shape, _layout_text(tensors[name].layout, own))
+                for name in file
+            }
             rank = ranks[number] if ranks else None
             about = OwnMetadata(number + 1, len(files), own or None, rank, described)
             extra[KEY] = about.to_text()
@@ -185,12 +182,12 @@ def _assemble(
 
 def _check_texts(tensors: Mapping[str, Wanted], metadata: Mapping[str, str]) -> None:
     """Refuse a lone surrogate, which UTF-8, and so a header, cannot represent."""
-    texts = ((f"metadata {quoted(key)}", key + text) for key, text in metadata.items())
-    for what, text in (*((f"tensor {quoted(name)}", name) for name in tensors), *texts):
+    texts = (("metadata", key, key + text) for key, text in metadata.items())
+    for kind, name, text in (*(("tensor", name, name) for name in tensors), *texts):
         if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
             raise CheckpointError(
-                f"{what} has a lone surrogate, which no safetensors file can hold: rename it, or "
-                "write distcp"
+                f"{kind} {quoted(name)} has a lone surrogate, which no safetensors file can hold: "
+                "rename it, or write distcp"
             )
 
 

@@ -15,9 +15,9 @@ a sequence of such archives, so an archive is a range of a file.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain
 from operator import itemgetter
 from typing import NamedTuple
 from zlib import crc32
@@ -43,9 +43,8 @@ _END64 = struct.Struct("<4sQHHIIQQQQ")
 _LOCATOR = struct.Struct("<4sIQI")
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A stored member: the byte of the file at which its content begins, and how long it is."""
+class Member(NamedTuple):
+    """A stored member: the byte of the file at which its content begins, its size and CRC-32."""
 
     offset: int
     size: int
@@ -66,12 +65,10 @@ class Archive:
 
     @property
     def storages(self) -> dict[str, Member]:
-        kept = self.members.items()
-        return {name[5:]: member for name, member in kept if name.startswith("data/")}
+        return {n[5:]: member for n, member in self.members.items() if n.startswith("data/")}
 
     def crcs(self, file: int, prefix: str = "data/") -> list[Crc]:
-        """The CRC-32 of each member with this prefix, by default of the storages."""
-        # 0 in the file means that none was computed.
+        """The CRC-32 of each member with this prefix that has one, by default of the storages."""
         members = (m for name, m in self.members.items() if name.startswith(prefix))
         return [Crc(file, m.offset, m.size, m.crc) for m in members if m.crc and m.size]
 
@@ -80,16 +77,8 @@ class Archive:
         first = self.range[2] - len(self.tail)
         if start + length <= len(self.head):
             return self.head[start : start + length]
-        if start >= first and start + length <= self.range[2]:
-            return self.tail[start - first : start - first + length]
-        return None
-
-    def place(self, start: int, length: int) -> Range:
-        """A range of the archive as a range of its file."""
-        path, offset, size = self.range
-        if start + length > size:
-            raise DamageError(f"{self.where}: byte {start + length} is beyond its end")
-        return path, offset + start, length
+        is_in_tail = start >= first and start + length <= self.range[2]
+        return self.tail[start - first : start - first + length] if is_in_tail else None
 
 
 def read_archives(
@@ -100,29 +89,32 @@ def read_archives(
     Pickles and directories of more than ``largest`` bytes are refused: many are in memory at once.
     """
     archives = _with_members(storage, ranges, largest)
-    held = [(one, *found) for one in archives for found in one.members.items()]
-    read = [found for found in held if found[1] in ("data.pkl", "byteorder")]
-    for one, _, member in read:
+    members = [(archive, *item) for archive in archives for item in archive.members.items()]
+    read = [each for each in members if each[1] in ("data.pkl", "byteorder")]
+    for archive, _, member in read:
         if member.size > largest:
             raise UnsupportedError(
-                f"{one.where}: a pickle of {member.size} bytes, at most {largest} are read"
+                f"{archive.where}: a pickle of {member.size} bytes, at most {largest} are read"
             )
-    contents = _read(storage, [(one, m.offset - one.range[1], m.size) for one, _, m in read])
-    for (one, name, member), data in zip(read, contents, strict=True):
+    contents = _read(storage, [(a, m.offset - a.range[1], m.size) for a, _, m in read])
+    for (archive, name, member), data in zip(read, contents, strict=True):
         if member.crc and crc32(data) != member.crc:
-            raise DamageError(
-                f"{one.where}: bytes {member.offset} to {member.offset + member.size} changed "
-                f"since torch saved them: their CRC-32 is {crc32(data):08x} and was "
-                f"{member.crc:08x}: restore the file from a copy"
-            )
+            raise DamageError(crc_damage(archive.where, *member, crc32(data)))
         if name == "data.pkl":
-            one.pickle = data
+            archive.pickle = data
         elif data != b"little":
             raise UnsupportedError(
-                f"{one.where} was written on a big-endian machine, which is not supported: load "
-                "it with torch and save it again here"
+                f"{archive.where} was written on a big-endian machine, which is not supported: "
+                "load it with torch and save it again here"
             )
     return archives
+
+
+def crc_damage(where: str, offset: int, size: int, was: int, now: int) -> str:
+    return (
+        f"{where}: bytes {offset} to {offset + size} changed since torch saved them: their CRC-32 "
+        f"is {now:08x} and was {was:08x}: restore the file from a copy"
+    )
 
 
 def each_archive(
@@ -131,24 +123,24 @@ def each_archive(
     """The archives in these ranges, many read together; an error for each that cannot be read."""
     for first in range(0, len(ranges), BATCH):
         batch = ranges[first : first + BATCH]
-        found: Iterable[Archive | DamageError | UnsupportedError]
         try:
-            found = read_archives(storage, batch, largest)
+            yield from read_archives(storage, batch, largest)
         except (DamageError, UnsupportedError) as error:
-            one_by_one = (each_archive(storage, [one], largest) for one in batch)
-            found = chain.from_iterable(one_by_one) if len(batch) > 1 else [error]
-        yield from found
+            if len(batch) == 1:
+                yield error
+            else:
+                yield from chain(*(each_archive(storage, [one], largest) for one in batch))
 
 
-def archive_crcs(storage: Storage, found: Range, file: int) -> list[Crc]:
+def archive_crcs(storage: Storage, place: Range, file: int) -> list[Crc]:
     """The CRC-32 of every member of one archive; no member is read."""
-    [archive] = _with_members(storage, [found], MAX_PICKLE)
+    [archive] = _with_members(storage, [place], MAX_PICKLE)
     return archive.crcs(file, prefix="")
 
 
-def is_archive(storage: Storage, found: Range) -> bool:
+def is_archive(storage: Storage, place: Range) -> bool:
     """Whether a range begins or ends as an archive does, although it may be damaged."""
-    path, offset, length = found
+    path, offset, length = place
     if length < _END.size:
         return False
     ends = [(path, offset, 4), (path, offset + length - _END.size, 4)]
@@ -168,47 +160,55 @@ def _with_members(storage: Storage, ranges: Sequence[Range], largest: int) -> li
     directories = _read(storage, [(one, *_directory(one, largest)) for one in archives])
     wanted: list[tuple[Archive, _Listed]] = []
     known: dict[bytes, tuple[list[_Listed], int]] = {}  # tensors of one shape share a directory
-    for one, data in zip(archives, directories, strict=True):
+    for archive, data in zip(archives, directories, strict=True):
         if data not in known:
-            known[data] = _listed(one.where, data)
+            known[data] = _listed(archive.where, data)
         table, end = known[data]
-        if end > one.range[2]:
-            raise DamageError(f"{one.where}: its members end at byte {end} of {one.range[2]}")
-        wanted += [(one, member) for member in table]
-    # The place of a member depends on the length of the header before it.
-    headers = _read(storage, [(one, member.header, _LOCAL.size) for one, member in wanted])
-    for (one, member), header in zip(wanted, headers, strict=True):
-        fields = _LOCAL.unpack(header)
-        start = member.header + _LOCAL.size + fields[9] + fields[10]
-        if fields[0] != b"PK\x03\x04" or start + member.size > one.range[2]:
+        if end > archive.range[2]:
             raise DamageError(
-                f"{one.where}: there is no member {quoted(member.path)} at byte {member.header}"
+                f"{archive.where}: its members end at byte {end} of {archive.range[2]}"
             )
-        place = Member(one.range[1] + start, member.size, member.crc)
-        one.members[member.path.partition("/")[2]] = place
+        wanted += [(archive, member) for member in table]
+    # The place of a member depends on the length of the header before it.
+    headers = _read(storage, [(archive, one.header, _LOCAL.size) for archive, one in wanted])
+    for (archive, one), header in zip(wanted, headers, strict=True):
+        fields = _LOCAL.unpack(header)
+        start = one.header + _LOCAL.size + fields[9] + fields[10]
+        if fields[0] != b"PK\x03\x04" or start + one.size > archive.range[2]:
+            raise DamageError(
+                f"{archive.where}: there is no member {quoted(one.path)} at byte {one.header}"
+            )
+        name = one.path.partition("/")[2]
+        archive.members[name] = Member(archive.range[1] + start, one.size, one.crc)
     return archives
 
 
-def _read(storage: Storage, wanted: Sequence[tuple[Archive, int, int]]) -> list[bytes]:
+def _read(storage: Storage, places: Sequence[tuple[Archive, int, int]]) -> list[bytes]:
     """Ranges of archives, relative to their starts; those at the ends were read before."""
-    found = [archive.known(start, length) for archive, start, length in wanted]
-    unknown = [one for one, data in zip(wanted, found, strict=True) if data is None]
-    rest = iter(storage.read_many([archive.place(*place) for archive, *place in unknown]))
-    return [next(rest) if data is None else data for data in found]
+    known = [archive.known(start, length) for archive, start, length in places]
+    ranges = []
+    for (archive, start, length), data in zip(places, known, strict=True):
+        path, offset, size = archive.range
+        if data is None and start + length > size:
+            raise DamageError(f"{archive.where}: byte {start + length} is beyond its end")
+        if data is None:
+            ranges.append((path, offset + start, length))
+    rest = iter(storage.read_many(ranges))
+    return [next(rest) if data is None else data for data in known]
 
 
 def _read_ends(storage: Storage, archives: Sequence[Archive]) -> None:
     """Read both ends of every archive, or all of it if it is not longer."""
-    wanted = []
+    ends = []
     for archive in archives:
         path, offset, length = archive.range
         if length < _END.size:
             raise DamageError(f"{archive.where}: {length} bytes are no archive of torch.save")
         if length <= HEAD + TAIL:
-            wanted.append((path, offset, length))
+            ends.append((path, offset, length))
         else:
-            wanted += [(path, offset, HEAD), (path, offset + length - TAIL, TAIL)]
-    data = iter(storage.read_many(wanted))
+            ends += [(path, offset, HEAD), (path, offset + length - TAIL, TAIL)]
+    data = iter(storage.read_many(ends))
     for archive in archives:
         archive.head = head = next(data)
         archive.tail = head if archive.range[2] <= HEAD + TAIL else next(data)
@@ -216,22 +216,20 @@ def _read_ends(storage: Storage, archives: Sequence[Archive]) -> None:
             raise _no_zip(archive.where, head)
 
 
-_OTHERS = {
-    b"\x80": "a pickle, as torch.save wrote it before torch 1.6",
-    b"\x1f\x8b": "compressed with gzip",
-    b"\x28\xb5\x2f\xfd": "compressed with zstd",
-    b"\x89HDF": "an HDF5 file",
-    b"GGUF": "a GGUF file",
-}
-"""The first bytes of other formats that use the same file names."""
+_OTHERS = (
+    (4, b"\0\0\0\0{", "in the format of safetensors"),
+    (257, b"ustar", "a tar archive"),
+    (0, b"\x80", "a pickle, as torch.save wrote it before torch 1.6"),
+    (0, b"\x1f\x8b", "compressed with gzip"),
+    (0, b"\x28\xb5\x2f\xfd", "compressed with zstd"),
+    (0, b"\x89HDF", "an HDF5 file"),
+    (0, b"GGUF", "a GGUF file"),
+)
+"""Bytes, and where they are in files of other formats that use the same names."""
 
 
 def _no_zip(where: str, head: bytes) -> CheckpointError:
-    what = next((what for begins, what in _OTHERS.items() if head.startswith(begins)), None)
-    if head[257:262] == b"ustar":
-        what = "a tar archive"
-    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < MAX_PICKLE:
-        what = "in the format of safetensors"
+    what = next((what for at, magic, what in _OTHERS if head.startswith(magic, at)), None)
     if what is None:
         return DamageError(f"{where} begins with {head[:4]!r} and is no archive of torch.save")
     return UnsupportedError(
@@ -264,7 +262,7 @@ def _directory(archive: Archive, largest: int) -> tuple[int, int]:
 
 
 class _Listed(NamedTuple):
-    """A member in the directory: the place of its header in the archive, its size and CRC-32."""
+    """A member in the directory; its header is at this byte of the archive."""
 
     path: str
     header: int
@@ -276,24 +274,19 @@ class _Listed(NamedTuple):
 def _listed(where: str, data: bytes) -> tuple[list[_Listed], int]:
     """The wanted members of a directory, whose members must not overlap, and the end of all."""
     members, at = [], 0
-    while at + _CENTRAL.size <= len(data):
+    while data[at : at + 4] == b"PK\x01\x02" and at + _CENTRAL.size <= len(data):
         row = _CENTRAL.unpack_from(data, at)
-        if row[0] != b"PK\x01\x02":
-            break
-        flags, method, crc, packed, size = row[3], row[4], row[7], row[8], row[9]
-        name_end = at + _CENTRAL.size + row[10]
-        extra_end = name_end + row[11]
-        path = data[at + _CENTRAL.size : name_end].decode("utf-8", "replace")
-        header = row[16]
+        crc, packed, size, header = *row[7:10], row[16]
+        start, name_end, extra_end, at = accumulate(row[10:13], initial=at + _CENTRAL.size)
+        path = data[start:name_end].decode("utf-8", "replace")
         if BIG in (size, packed, header):
             size, packed, header = _wide(data[name_end:extra_end], size, packed, header)
-        is_packed = bool(method or flags & 1)
+        is_packed = bool(row[4] or row[3] & 1)  # the method, and whether it is encrypted
         if packed != size and not is_packed:
             raise DamageError(
                 f"{where}: member {quoted(path)} has {packed} bytes and {size} unpacked"
             )
         members.append(_Listed(path, header, packed, crc, is_packed))
-        at = extra_end + row[12]
     if at != len(data) or not members:
         raise DamageError(f"{where}: its directory ends after {len(members)} members")
     end, before = 0, ""
@@ -312,12 +305,12 @@ def _wide(extra: bytes, *numbers: int) -> list[int]:
         if kind == ZIP64:
             wide = extra[at + 4 : at + 4 + length]
         at += 4 + length
-    found = []
+    wider = []
     for number in numbers:
         if number == BIG and len(wide) >= 8:
             number, wide = int.from_bytes(wide[:8], "little"), wide[8:]
-        found.append(number)
-    return found
+        wider.append(number)
+    return wider
 
 
 def _wanted(where: str, members: list[_Listed]) -> list[_Listed]:
@@ -347,50 +340,43 @@ def _wanted(where: str, members: list[_Listed]) -> list[_Listed]:
     return wanted
 
 
-class ArchiveWriter:
-    """The bytes of an archive, which begins with a pickle."""
+def archive_around(pickle: bytes, size: int | None = None) -> tuple[bytes, bytes]:
+    """The bytes of an archive before and after its only storage, of this size.
 
-    def __init__(self, pickle: bytes) -> None:
-        self.out = bytearray()
-        self.skipped = 0
-        """Bytes of the tensor, which are not in ``out``."""
-        self._directory = bytearray()
-        self._count = 0
-        self.add("data.pkl", pickle)
-        self.add(".format_version", b"1")
-        self.add(".storage_alignment", str(ALIGNMENT).encode())
-        self.add("byteorder", b"little")
-
-    def add(self, name: str, data: bytes) -> None:
-        self.add_header(name, len(data), crc32(data))
-        self.out += data
-
-    def add_header(self, name: str, size: int, crc: int) -> None:
-        """Add the header of a member, padded so that its bytes are aligned, and list the member."""
-        path = f"archive/{name}".encode()
-        at, shown = len(self.out) + self.skipped, min(size, BIG)
-        extra = struct.pack("<HHQQ", ZIP64, 16, size, size) if size >= BIG else b""
+    Without a size there is no storage: the first bytes are the whole archive. All members begin at
+    a multiple of ``ALIGNMENT``.
+    """
+    members = {
+        "data.pkl": pickle,
+        ".format_version": b"1",
+        ".storage_alignment": str(ALIGNMENT).encode(),
+        "byteorder": b"little",
+        **({} if size is None else {"data/0": b""}),
+        "version": b"3\n",
+    }
+    out, directory, skipped, head_size = bytearray(), bytearray(), 0, None
+    for name, data in members.items():
+        is_storage = name == "data/0"
+        length = (size or 0) if is_storage else len(data)
+        path, at, crc = f"archive/{name}".encode(), len(out) + skipped, crc32(data)
+        fields = UTF8, 0, 0, 0, crc, min(length, BIG), min(length, BIG), len(path)
+        extra = struct.pack("<HHQQ", ZIP64, 16, length, length) if length >= BIG else b""
         pad = -(at + _LOCAL.size + len(path) + len(extra) + 4) % ALIGNMENT
         extra += struct.pack("<HH", PADDING, pad) + b"Z" * pad
-        self.out += _LOCAL.pack(
-            b"PK\x03\x04", 0, UTF8, 0, 0, 0, crc, shown, shown, len(path), len(extra)
+        out += _LOCAL.pack(b"PK\x03\x04", 0, *fields, len(extra)) + path + extra + data
+        if is_storage:
+            skipped, head_size = length, len(out)
+        wide = [value for value in (length, length, at) if value >= BIG]
+        extra = struct.pack(f"<HH{len(wide)}Q", ZIP64, 8 * len(wide), *wide) if wide else b""
+        directory += _CENTRAL.pack(
+            b"PK\x01\x02", 0, 0, *fields, len(extra), 0, 0, 0, 0, min(at, BIG)
         )
-        self.out += path + extra
-        big = [value for value in (size, size, at) if value >= BIG]
-        extra = struct.pack(f"<HH{len(big)}Q", ZIP64, 8 * len(big), *big) if big else b""
-        self._directory += _CENTRAL.pack(
-            b"PK\x01\x02", 0, 0, UTF8, 0, 0, 0, crc, shown, shown, len(path), len(extra),
-            0, 0, 0, 0, min(at, BIG),
-        )  # fmt: skip
-        self._directory += path + extra
-        self._count += 1
-
-    def finish(self) -> None:
-        """Add the last member, the central directory, and the records that locate it."""
-        self.add("version", b"3\n")
-        at, size, count = len(self.out) + self.skipped, len(self._directory), self._count
-        self.out += self._directory
-        if at >= BIG:
-            self.out += _END64.pack(b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, at)
-            self.out += _LOCATOR.pack(b"PK\x06\x07", 0, at + size, 1)
-        self.out += _END.pack(b"PK\x05\x06", 0, 0, count, count, size, min(at, BIG), 0)
+        directory += path + extra
+    at, count = len(out) + skipped, len(members)
+    out += directory
+    if at >= BIG:
+        zip64 = 44, 45, 45, 0, 0, count, count, len(directory), at
+        out += _END64.pack(b"PK\x06\x06", *zip64)
+        out += _LOCATOR.pack(b"PK\x06\x07", 0, at + len(directory), 1)
+    out += _END.pack(b"PK\x05\x06", 0, 0, count, count, len(directory), min(at, BIG), 0)
+    return bytes(out[:head_size]), bytes(out[head_size:] if head_size else b"")

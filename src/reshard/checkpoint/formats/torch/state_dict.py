@@ -1,13 +1,11 @@
 """``torch.save`` files: a nested state dict, flattened to dotted names.
 
 Plain values (an iteration, the betas of an optimizer) are kept under the names that torch's
-distributed checkpoints give them; entries that are neither tensors nor plain are left out and
-listed.
+distributed checkpoints give them; other entries that are no tensors are left out and listed.
 
-Checkpoints of DeepSpeed's ZeRO are refused: their parts have no shapes. ZeRO flattens parameters
-and optimizer states, joins them to groups and shards the groups over ranks. From stage 3 on the
-files of the model hold empty placeholders for parameters, which would be read as complete tensors
-of shape (0,).
+Checkpoints of DeepSpeed's ZeRO are refused. ZeRO flattens parameters and optimizer states, joins
+them to groups and shards the groups over ranks, so its parts have no shapes. From stage 3 on the
+model has empty placeholders, which would be read as complete tensors of shape (0,).
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ from reshard.checkpoint.formats.checks import (
 )
 from reshard.checkpoint.formats.torch.archive import Archive, read_archives
 from reshard.checkpoint.formats.torch.tensors import (
-    MAX_ARGS,
     Visits,
     as_json,
     is_plain,
@@ -49,58 +46,48 @@ _ADVICE = (
     "is not supported: make whole weights with the zero_to_fp32.py that DeepSpeed writes beside "
     "the checkpoint, and convert those"
 )
-_MARKS = ("ds_version", "ds_config")
 
 
 def check_no_zero_files(root: str, listed: Iterable[StoredFile]) -> None:
     """Refuse a folder that has files with the names of ZeRO's."""
     for file in listed:
-        about = f"{root}: {quoted(file.path)}"
-        if _UNIVERSAL.search(file.path):
-            raise UnsupportedError(
-                f"{about} is part of a universal checkpoint of DeepSpeed, which {_ADVICE}"
-            )
+        kind, more = "part of a universal checkpoint of DeepSpeed", ""
         if _FLAT.search(file.path):
-            raise UnsupportedError(
-                f"{about} is one rank's part of a checkpoint of DeepSpeed's ZeRO, which {_ADVICE}; "
-                "of ZeRO-1 and ZeRO-2 an mp_rank_00_model_states.pt can be named alone"
-            )
+            kind = "one rank's part of a checkpoint of DeepSpeed's ZeRO"
+            more = "; of ZeRO-1 and ZeRO-2 an mp_rank_00_model_states.pt can be named alone"
+        elif not _UNIVERSAL.search(file.path):
+            continue
+        raise UnsupportedError(f"{root}: {quoted(file.path)} is {kind}, which {_ADVICE}{more}")
 
 
-def check_no_zero(value: Any, where: str) -> None:
-    """Refuse a file whose tensors are flattened parts or empty placeholders."""
-    if not isinstance(value, dict):
-        return
-    states = value.get("optimizer_state_dict")
+def _check_no_states(value: Any, where: str) -> None:
+    """Refuse a file of flattened parts of optimizer states."""
+    states = value.get("optimizer_state_dict") if isinstance(value, dict) else None
     if isinstance(states, dict) and "zero_stage" in states:
         stage = states["zero_stage"]
         name = f"ZeRO-{stage}" if isinstance(stage, int) and 0 <= stage <= 3 else "ZeRO"
         raise UnsupportedError(
             f"{where} holds flat parts of optimizer states of DeepSpeed's {name}, which {_ADVICE}"
         )
-    if not any(mark in value for mark in _MARKS):
+
+
+def _check_placeholders(content: Content) -> None:
+    """Refuse a model of ZeRO-3: a parameter is stored without elements, although it has some."""
+    paths = content.nesting
+    if not any(path[:1] in (("ds_version",), ("ds_config",)) for path in paths.values()):
         return
-    groups = value.get("param_shapes")  # the global shapes: one dict, or one for each group
-    groups = groups[:MAX_ARGS] if isinstance(groups, list) else [groups]
-    shapes = [shape for group in groups if isinstance(group, dict) for shape in group.items()]
-    empty = {name for name, sizes in shapes if isinstance(sizes, tuple) and 0 in sizes[:MAX_ARGS]}
-    module = value.get("module")
-    for name, tensor in module.items() if isinstance(module, dict) else ():
-        if _is_empty(tensor) and name not in empty:
+    # The global shapes are in one dict, or in one for each group.
+    names = [name for name, path in paths.items() if path[:1] == ("param_shapes",)]
+    shapes = {paths[name][-1]: content.values.get(name) for name in names}
+    for name, tensor in content.tensors.items():
+        first, key = paths[name][0], paths[name][-1]
+        shape = shapes.get(key)
+        has_none = isinstance(shape, tuple) and 0 in shape
+        if first == "module" and 0 in tensor.shape and not has_none:
             raise UnsupportedError(
-                f"{where}: tensor {quoted(name)} is an empty placeholder of DeepSpeed's ZeRO-3, "
-                f"whose parameters are flat parts in other files, which {_ADVICE}"
+                f"{content.where}: tensor {quoted(key)} is an empty placeholder of DeepSpeed's "
+                f"ZeRO-3, whose parameters are flat parts in other files, which {_ADVICE}"
             )
-
-
-def _is_empty(value: Any) -> bool:
-    """Whether a record is a tensor, or a parameter with a tensor, that has no elements."""
-    for _ in range(2):
-        args = value.args[:MAX_ARGS] if isinstance(value, Record) else ()
-        if len(args) > 2 and isinstance(args[2], tuple):
-            return 0 in args[2][:MAX_ARGS]
-        value = args[0] if args else None
-    return False
 
 
 MAX_ENTRIES = 1 << 20
@@ -108,7 +95,6 @@ MAX_NESTING = 32
 MAX_SHARED = 1 << 12
 """Places at which one dict or list object may occur; nested sharing grows without end."""
 MAX_NAME = 1 << 12
-"""Characters of a name: keys and their dots."""
 ENTRIES = 4
 """Visits of entries per byte of the pickle; without sharing a byte has at most one entry, which is
 visited up to four times."""
@@ -157,7 +143,7 @@ def read_torch_file(
     """The tensors and plain values of one ``torch.save`` file, which has this number."""
     [archive] = read_archives(storage, [(file.path, 0, file.size)])
     value = unpickle(archive.pickle, archive.where)
-    check_no_zero(value, archive.where)
+    _check_no_states(value, archive.where)
     content = Content(archive.where, crcs=archive.crcs(number))
     visits = Visits(min(MAX_ENTRIES, MAX_SHARED + ENTRIES * len(archive.pickle)))
     most_text, num_text = FREE_TEXT + TEXT * len(archive.pickle), 0
@@ -187,6 +173,7 @@ def read_torch_file(
                 f"{archive.where}: its names and values have more than {most_text} characters, and "
                 f"its pickle has {len(archive.pickle)} bytes: it repeats a few without end"
             )
+    _check_placeholders(content)
     _check_content(content, archive, findings)
     return content
 
@@ -202,18 +189,19 @@ def _name(path: Path, where: str) -> str:
 
 def _check_content(content: Content, archive: Archive, findings: Findings) -> None:
     """Refuse thousands of tensors that share one storage: each is read. Note what is left out."""
-    total = sum(prod(one.shape) * itemsize(one.dtype) for one in content.tensors.values())
-    stored = sum(member.size for member in archive.storages.values())
+    tensors, storages = content.tensors.values(), archive.storages
+    total = sum(prod(one.shape) * itemsize(one.dtype) for one in tensors)
+    stored = sum(member.size for member in storages.values())
     if total > FREE_BYTES + VIEWS * stored:
         raise UnsupportedError(
-            f"{archive.where}: its {len(content.tensors)} tensors have {format_bytes(total)} and "
-            f"their storages {format_bytes(stored)}: save each tensor once"
+            f"{archive.where}: its {len(tensors)} tensors have {format_bytes(total)} and their "
+            f"storages {format_bytes(stored)}: save each tensor once"
         )
     if content.left_out:
         names = and_more([quoted(name) for name in content.left_out])
         findings.note(f"{archive.where}: {names} is no tensor and no plain value, and is left out")
-    used = {tensor.storage for tensor in content.tensors.values()}
-    lost = sum(member.size for key, member in archive.storages.items() if key not in used)
+    used = {tensor.storage for tensor in tensors}
+    lost = sum(member.size for key, member in storages.items() if key not in used)
     if lost and not findings.any:
         findings.note(
             f"{archive.where}: {lost} bytes of tensors are parts of objects that are left out"
@@ -228,19 +216,19 @@ def _leaves(value: Any, visits: Visits, where: str) -> Iterator[tuple[Path, Any]
     pending: list[tuple[Path, Any]] = [((), value)]
     seen: Counter[int] = Counter()
     while pending:
-        path, found = pending.pop()
-        is_default = isinstance(found, Record) and found.kind == "collections.defaultdict"
-        entries = found.items if is_default else found
-        is_one = not isinstance(entries, dict | list | tuple)
-        if is_one or (path and _is_one_entry(found, visits)):
-            yield path, found
+        path, leaf = pending.pop()
+        is_default = isinstance(leaf, Record) and leaf.kind == "collections.defaultdict"
+        entries = leaf.items if is_default else leaf
+        is_leaf = not isinstance(entries, dict | list | tuple)
+        if is_leaf or (path and _is_one_entry(leaf, visits)):
+            yield path, leaf
             continue
-        seen[id(found)] += bool(entries)
+        seen[id(leaf)] += bool(entries)
         visits.left -= len(entries)
-        if len(path) > MAX_NESTING or visits.left < 0 or seen[id(found)] > MAX_SHARED:
+        if len(path) > MAX_NESTING or visits.left < 0 or seen[id(leaf)] > MAX_SHARED:
             raise _endless(where)
-        if isinstance(found, list | tuple):
-            children = [((*path, at), child) for at, child in enumerate(found)]
+        if isinstance(leaf, list | tuple):
+            children = [((*path, at), child) for at, child in enumerate(leaf)]
         else:
             pairs = entries.items() if isinstance(entries, dict) else entries
             pairs = [pair for pair in pairs if isinstance(pair, tuple) and len(pair) == 2]

@@ -1,9 +1,8 @@
 """Tensors and plain values in the pickles of ``torch.save`` archives.
 
-A tensor has a dtype, a shape, strides, and the bytes of a storage. Plain values are numbers,
-strings, bytes, and lists, tuples and dicts of them. Values that nest without end, or that refer to
-one list in thousands of places, are not plain: each visit of a value is counted, so that its text
-and its pickle are bounded by the size of the file.
+Plain values are numbers, strings, bytes, and lists, tuples and dicts of them. Values that nest
+without end, or that refer to one list in thousands of places, are not plain: each visit of a value
+is counted, so that its text and its pickle are bounded by the size of the file.
 
 >>> is_plain([0.9, (1, None)], Visits(100)), is_plain([object()], Visits(100))
 (True, False)
@@ -15,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -55,12 +55,10 @@ def is_tensor(value: object) -> bool:
 
 
 def dtype_of(value: object, where: str) -> str:
-    """The canonical name of ``torch.bfloat16`` and its like."""
-    name = value.name if isinstance(value, Global) and value.module == "torch" else None
-    if name not in ITEMSIZE:
-        kind = value.path if isinstance(value, Global) else shown(value)
-        raise UnsupportedError(f"{where} has the dtype {kind}, which is not supported")
-    return name
+    if isinstance(value, Global) and value.module == "torch" and value.name in ITEMSIZE:
+        return value.name
+    kind = value.path if isinstance(value, Global) else shown(value)
+    raise UnsupportedError(f"{where} has the dtype {kind}, which is not supported")
 
 
 def tensor_of(record: Record, where: str) -> LocalTensor:
@@ -87,9 +85,13 @@ def tensor_of(record: Record, where: str) -> LocalTensor:
     shape = checked_shape(size, where)
     fits = isinstance(stride, list | tuple) and len(stride) == len(shape)
     strides = whole_numbers(stride) if fits else None
-    if strides is None or type(start) is not int or start < 0:
+    if strides is None or whole_numbers((start,)) is None:
         raise DamageError(f"{where}: strides {shown(stride)} do not fit the shape {shape}")
-    start, strides = _used(shape, start, strides)
+    # Strides that lead to no element may be any number; these become the usual ones.
+    usual = row_major(shape)
+    steps = zip(shape, strides, usual, strict=True)
+    strides = tuple(least if length == 1 else stride for length, stride, least in steps)
+    start, strides = (0, usual) if 0 in shape else (start, strides)
     last = start + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     count, size = length // itemsize(dtype), prod(shape) * itemsize(dtype)
     if last >= count and size:
@@ -106,29 +108,14 @@ def tensor_of(record: Record, where: str) -> LocalTensor:
 
 def within(archive: Archive, tensor: LocalTensor, where: str) -> LocalTensor:
     """A tensor of ``tensor_of`` at its offset in the file of an archive that has its record."""
-    key, length = tensor.storage, tensor.length
-    member = archive.members.get(f"data/{key}")
-    if member is None and length:
-        raise DamageError(f"{where}: the archive has no storage {key}")
-    if member is not None and member.size != length:
-        raise DamageError(f"{where}: storage {key} has {member.size} bytes instead of {length}")
-    offset = tensor.offset + (member.offset if member else 0)
-    return LocalTensor(tensor.dtype, tensor.shape, tensor.strides, offset, key, length)
-
-
-def _used(
-    shape: tuple[int, ...], start: int, strides: tuple[int, ...]
-) -> tuple[int, tuple[int, ...]]:
-    """Start and strides, with usual values where they lead to no element and may be any number.
-
-    >>> _used((1, 4), 2, (10**30, 1)), _used((0, 4), 10**30, (7, 7))
-    ((2, (4, 1)), (0, (4, 1)))
-    """
-    usual = row_major(shape)
-    if 0 in shape:
-        return 0, usual
-    steps = zip(shape, strides, usual, strict=True)
-    return start, tuple(least if length == 1 else stride for length, stride, least in steps)
+    member = archive.members.get(f"data/{tensor.storage}")
+    if member is None and tensor.length:
+        raise DamageError(f"{where}: the archive has no storage {tensor.storage}")
+    if member is not None and member.size != tensor.length:
+        raise DamageError(
+            f"{where}: storage {tensor.storage} has {member.size} bytes instead of {tensor.length}"
+        )
+    return tensor._replace(offset=tensor.offset + (member.offset if member else 0))
 
 
 def _plain(record: Record, where: str) -> Record:
@@ -150,49 +137,43 @@ def _storage(storage: Any, dtype: str | None, where: str) -> tuple[str, str, int
         case Record(
             kind="persistent", args=(("storage", Global(name=kind), str(key), str(), int(count)),)
         ):
-            pass
-        case _:
-            raise DamageError(f"{where}: a tensor without a storage")
-    if kind == "UntypedStorage":
-        if dtype is None:
-            raise DamageError(f"{where}: a tensor without a dtype")
-        return key, dtype, count
-    own = STORAGE_DTYPES.get(kind)
-    if own is None:
-        raise UnsupportedError(f"{where}: a {kind} is not supported")
-    return key, dtype or own, count * itemsize(own)
+            if kind == "UntypedStorage":
+                if dtype is None:
+                    raise DamageError(f"{where}: a tensor without a dtype")
+                return key, dtype, count
+            if kind not in STORAGE_DTYPES:
+                raise UnsupportedError(f"{where}: a {kind} is not supported")
+            own = STORAGE_DTYPES[kind]
+            return key, dtype or own, count * itemsize(own)
+    raise DamageError(f"{where}: a tensor without a storage")
 
 
 MAX_DEPTH = 32
-MAX_TEXT = 1 << 20
-"""Characters and bytes of all strings of one value."""
-
-_PLAIN = (str, bytes, int, float, type(None))  # bool is an int
+MAX_TEXT = 1 << 20  # of all strings of one value
+_NUMBERS = (int, float, type(None))  # bool is an int
 
 
+@dataclass(slots=True)
 class Visits:
     """The number of values that may still be visited."""
 
-    __slots__ = ("left",)
-
-    def __init__(self, left: int) -> None:
-        self.left = left
+    left: int
 
 
 def is_plain(value: Any, visits: Visits) -> bool:
     """Whether a value is plain and within the limits of one value."""
     pending, text = [(value, 0)], 0
     while pending:
-        found, depth = pending.pop()
+        part, depth = pending.pop()
         visits.left -= 1
-        if isinstance(found, str | bytes):
-            text += len(found)
-        elif isinstance(found, list | tuple | dict):
-            inside = [*found, *found.values()] if isinstance(found, dict) else found
+        if isinstance(part, str | bytes):
+            text += len(part)
+        elif isinstance(part, list | tuple | dict):
+            inside = [*part, *part.values()] if isinstance(part, dict) else part
             if depth >= MAX_DEPTH or len(inside) > visits.left:
                 return False
             pending += [(one, depth + 1) for one in inside]
-        elif not isinstance(found, _PLAIN):
+        elif not isinstance(part, _NUMBERS):
             return False
         if text > MAX_TEXT or visits.left < 0:
             return False

@@ -6,8 +6,6 @@ values, so nothing is imported or called, and names that only an attack has are 
 short input can repeat (copies of a long list, long keys) is counted, so time and memory are
 proportional to the size of the input.
 
->>> print(unpickle(pickle.dumps({"w": [1, 2.5, None]}), "a.pkl"))
-{'w': [1, 2.5, None]}
 >>> unpickle(pickle.dumps(eval), "a.pkl")
 Traceback (most recent call last):
 reshard.errors.UnsupportedError: a.pkl: names builtins.eval, which is not read: nothing was run
@@ -26,8 +24,7 @@ from typing import Any, NoReturn
 from reshard.errors import DamageError, UnsupportedError
 from reshard.text import quoted
 
-MAX_NAME = 1 << 10
-"""Characters of the name of a module, and of a name in it."""
+MAX_NAME = 1 << 10  # characters of the name of a module, and of a name in it
 COPIES, FREE_COPIES = 4, 1 << 12
 """Elements that may be copied for each byte of the input, and regardless of its size."""
 MAX_KEY = 1 << 60
@@ -54,8 +51,6 @@ _HARMLESS = {
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Global:
-    """The name of a class or function in a module."""
-
     module: str
     name: str
 
@@ -64,23 +59,20 @@ class Global:
         return f"{self.module}.{self.name}"
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Record:
     """The result of a call that was not made: ``maker(*args)``, its state and its items.
 
     ``maker`` is None for a persistent id, which torch uses for storages.
     """
 
-    __slots__ = ("args", "items", "maker", "state")
-
-    def __init__(self, maker: Global | None, args: tuple[Any, ...] = (), state: Any = None) -> None:
-        self.maker = maker
-        self.args = args
-        self.state = state
-        self.items: Any = ()
+    maker: Global | None
+    args: tuple[Any, ...] = ()
+    state: Any = None
+    items: Any = ()
 
     @property
     def kind(self) -> str:
-        """The path of the class or function, or ``persistent``."""
         return "persistent" if self.maker is None else self.maker.path
 
     def field(self, name: str) -> Any:
@@ -88,11 +80,9 @@ class Record:
         return self.state.get(name) if isinstance(self.state, dict) else None
 
     def append(self, item: Any) -> None:
-        """Add an item, as the instruction APPEND does."""
         self.extend([item])
 
     def extend(self, items: list[Any]) -> None:
-        """Add items, as the instruction APPENDS does."""
         if not self.items:  # few have any
             self.items = []
         self.items += items
@@ -106,13 +96,11 @@ def unpickle(data: bytes, where: str) -> Any:
     reader = _Unpickler(data, where)
     try:
         return reader.load()
-    except (IndexError, struct.error):
-        reader.fail("the pickle is truncated")
     except (DamageError, UnsupportedError):
         raise
-    except (
-        KeyError, TypeError, AttributeError, OverflowError, ValueError, pickle.UnpicklingError,
-    ):  # fmt: skip
+    except (IndexError, struct.error):
+        reader.fail("the pickle is truncated")
+    except (KeyError, TypeError, AttributeError, OverflowError, ValueError, pickle.PickleError):
         reader.fail("the pickle is malformed")
     except MemoryError:
         reader.refuse("the pickle takes more memory than there is")
@@ -128,12 +116,9 @@ class _Unpickler(pickle._Unpickler):
         self.metastack: list[list[Any]] = []
         self.stack: list[Any] = []
         self.append = self.stack.append
-        self._file = file
-        self._size = len(data)
-        self._where = where
+        self._file, self._size, self._where = file, len(data), where
         self._globals: dict[tuple[str, str], Global] = {}
-        self._copied = 0
-        self._tuple_keys = 0
+        self._copied = self._tuple_keys = 0
 
     def load(self) -> Any:
         read, steps = self.read, _STEPS
@@ -165,11 +150,7 @@ class _Unpickler(pickle._Unpickler):
         return line
 
     def find_class(self, module: str, name: str) -> Global:
-        """A name that the pickle of a training run may have.
-
-        Nothing is called, so a user's class is only a record that is not interpreted. Names that
-        only an attack has (``os.system``, ``builtins.eval``) are an error.
-        """
+        """A name that a training run may have; one that only an attack has is an error."""
         longest = max(len(module), len(name))
         if longest > MAX_NAME:
             self.fail(f"a name of {longest} characters, at most {MAX_NAME} are read")
@@ -177,12 +158,12 @@ class _Unpickler(pickle._Unpickler):
         if known is None:
             top = module.partition(".")[0]
             is_library = top in sys.stdlib_module_names or top in ("__builtin__", "nt")
-            if is_library and f"{module}.{name}" not in _HARMLESS:
-                path = quoted(f"{module}.{name}")[1:-1]
-                raise UnsupportedError(
-                    f"{self._where}: names {path}, which is not read: nothing was run"
-                )
             known = self._globals[module, name] = Global(module, name)
+            if is_library and known.path not in _HARMLESS:
+                raise UnsupportedError(
+                    f"{self._where}: names {quoted(known.path)[1:-1]}, which is not read: nothing "
+                    "was run"
+                )
         return known
 
     def persistent_load(self, pid: Any) -> Record:
@@ -225,21 +206,17 @@ class _Unpickler(pickle._Unpickler):
             if type(part) is int and abs(part) >= MAX_KEY:
                 self.refuse(f"a number of {part.bit_length()} bits as the key of a dict")
 
-    def load_reduce(self) -> None:
-        args = self._pop_tuple()
-        self.stack[-1] = self._call(self.stack[-1], args)
-
-    def load_newobj_ex(self) -> None:
-        keywords = self.stack.pop()
-        args = self._pop_tuple()
-        self.spend(len(args))
-        self.stack[-1] = self._call(self.stack[-1], (*args, keywords))
-
-    def _pop_tuple(self) -> tuple[Any, ...]:
+    def load_reduce(self, *keywords: Any) -> None:
         args = self.stack.pop()
         if type(args) is not tuple:
             self.fail("a call without a tuple of arguments")
-        return args
+        if keywords:
+            self.spend(len(args))
+            args = (*args, *keywords)
+        self.stack[-1] = self._call(self.stack[-1], args)
+
+    def load_newobj_ex(self) -> None:
+        self.load_reduce(self.stack.pop())
 
     def _call(self, maker: Any, args: tuple[Any, ...]) -> Any:
         """The value of a call whose result is a plain tuple, dict or bytes; else a record."""
@@ -270,11 +247,11 @@ class _Unpickler(pickle._Unpickler):
 
     def load_frozenset(self) -> None:
         items = self.pop_mark()
-        self.append(Record(_FROZENSET, (items,)))
+        self.append(Record(Global("builtins", "frozenset"), (items,)))
 
     def load_bytearray(self) -> None:
         _LIBRARY[pickle.BINBYTES8[0]](self)
-        self.stack[-1] = Record(_BYTEARRAY, (self.stack[-1],))
+        self.stack[-1] = Record(Global("builtins", "bytearray"), (self.stack[-1],))
 
     def load_other(self) -> None:
         code = self._file.getbuffer()[self._file.tell() - 1]
@@ -284,14 +261,11 @@ class _Unpickler(pickle._Unpickler):
 
 _SIMPLE = frozenset({str, int, float, bool, type(None), bytes, Record, Global})
 _Stop: Any = vars(pickle)["_Stop"]
-_INHERITED = b"\x80(012N\x88\x89JKMG\x8aX\x8c\x8dBC\x8e]})\x85\x86\x87tlaec\x93Qhjqr\x94."
-"""Instructions that are left to the standard library: they only build plain values."""
-_SET, _FROZENSET, _BYTEARRAY = (
-    Global("builtins", name) for name in ("set", "frozenset", "bytearray")
-)
-"""They become records, as protocol 2 has them: elements are not hashed, nothing is allocated."""
 _LIBRARY: dict[int, Callable[[Any], None]] = dict(pickle._Unpickler.dispatch)
-_OWN: dict[bytes, Callable[[_Unpickler], Any]] = {
+_STEPS: list[Callable[[Any], Any]] = [_Unpickler.load_other] * 256
+for _code in b"\x80(012N\x88\x89JKMG\x8aX\x8c\x8dBC\x8e]})\x85\x86\x87tlaec\x93Qhjqr\x94.":
+    _STEPS[_code] = _LIBRARY[_code]  # of the standard library: they only build plain values
+for _name, _step in {
     pickle.FRAME: lambda reader: reader.read(8),
     pickle.SETITEM: _Unpickler.load_setitem,
     pickle.SETITEMS: lambda reader: reader._set_items(reader.pop_mark()),
@@ -300,14 +274,10 @@ _OWN: dict[bytes, Callable[[_Unpickler], Any]] = {
     pickle.NEWOBJ: _Unpickler.load_reduce,
     pickle.NEWOBJ_EX: _Unpickler.load_newobj_ex,
     pickle.BUILD: _Unpickler.load_build,
-    pickle.EMPTY_SET: lambda reader: reader.append(Record(_SET)),
+    # Sets become records, as in protocol 2: elements are not hashed, nothing is allocated.
+    pickle.EMPTY_SET: lambda reader: reader.append(Record(Global("builtins", "set"))),
     pickle.ADDITEMS: _LIBRARY[pickle.APPENDS[0]],
     pickle.FROZENSET: _Unpickler.load_frozenset,
     pickle.BYTEARRAY8: _Unpickler.load_bytearray,
-}
-_KNOWN: dict[int, Callable[[Any], None]] = {
-    **{code: _LIBRARY[code] for code in _INHERITED},
-    **{code[0]: step for code, step in _OWN.items()},
-}
-_STEPS = [_KNOWN.get(code, _Unpickler.load_other) for code in range(256)]
-"""What carries out each of the 256 instructions."""
+}.items():
+    _STEPS[_name[0]] = _step
