@@ -33,7 +33,6 @@ class Slot:
 
     @property
     def is_parameter(self) -> bool:
-        """Whether it is a parameter; if not, it is a buffer."""
         return self.name in self.module._parameters
 
     @property
@@ -78,8 +77,8 @@ def find_slot(root: nn.Module, path: str) -> Slot:
             return Slot(module, name)
     if not hasattr(module, name):
         raise _missing(path, above, module, name)
-    found = getattr(module, name)
-    kind = "a plain Tensor" if isinstance(found, torch.Tensor) else type(found).__name__
+    value = getattr(module, name)
+    kind = "a plain Tensor" if isinstance(value, torch.Tensor) else type(value).__name__
     raise ArgumentError(
         f"Expected {type(module).__name__}.{name} to be a Tensor, but found {kind}: {quoted(path)} "
         "should be a parameter or a buffer"
@@ -94,13 +93,12 @@ def holders(root: nn.Module) -> dict[int, tuple[Slot, ...]]:
     >>> [len(slots) for slots in holders(pair).values()]
     [2, 1, 1]
     """
-    found: dict[int, list[Slot]] = {}
+    slots: dict[int, tuple[Slot, ...]] = {}
     for module in root.modules():
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is not None:
-                    found.setdefault(id(tensor), []).append(Slot(module, name))
-    return {key: tuple(slots) for key, slots in found.items()}
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                slots[id(tensor)] = (*slots.get(id(tensor), ()), Slot(module, name))
+    return slots
 
 
 def parents(root: nn.Module, module: nn.Module) -> tuple[tuple[nn.Module, str], ...]:
@@ -156,10 +154,10 @@ def matching(pattern: str, paths: Iterable[str]) -> list[str]:
 
 def _missing(path: str, above: str, module: nn.Module, name: str) -> PathError:
     where = f"module {quoted(above)} ({type(module).__name__})" if above else type(module).__name__
+    text = f"{quoted(path)}: {where} has no attribute {quoted(name)}"
+    value = getattr(module, name, None)
+    if value is not None:
+        return PathError(f"{text} that is a module, found {type(value).__name__}")
     names = [*module._modules, *module._parameters, *module._buffers]
     near = difflib.get_close_matches(name, names, n=1)
-    hint = f", the nearest is {quoted(near[0])}" if near else ""
-    found = getattr(module, name, None)
-    kind = "" if found is None else f" that is a module, found {type(found).__name__}"
-    text = f"{where} has no attribute {quoted(name)}{kind}"
-    return PathError(f"{quoted(path)}: {text}{hint if not kind else ''}")
+    return PathError(f"{text}, the nearest is {quoted(near[0])}" if near else text)

@@ -14,27 +14,10 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from typing import Protocol, TypeGuard
+    from typing import TypeGuard
 
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
     from torch.distributed.tensor import DTensor
-
-    from reshard.layout.layout import Layout
-
-    class Content(Protocol):
-        """What a rank holds of one of our sharded tensors."""
-
-        parts: tuple[torch.Tensor, ...]
-
-    class OwnShardedTensor(Protocol):
-        """Our own sharded tensor; its class is in a package above this one."""
-
-        cut: Layout
-        _content: Content
-
-        def _for_move(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-            """This rank's parts, with gradients; where it has none, a leaf for them."""
-
 
 NOT_COMPILED = "reshard moves data between processes, which is not a part of a graph"
 
@@ -56,8 +39,8 @@ def is_sharded_tensor(value: object) -> TypeGuard[ShardedTensor]:
     return _is_instance(value, module, "ShardedTensorBase")
 
 
-def is_own_sharded_tensor(value: object) -> TypeGuard[OwnShardedTensor]:
-    """Whether this is our own ShardedTensor, which has a layout and parts."""
+def is_own_sharded_tensor(value: object) -> TypeGuard[Any]:
+    """Whether this is our own ShardedTensor, whose class is in a package above this one."""
     return _is_instance(value, "reshard.sharded.tensor", "ShardedTensor")
 
 

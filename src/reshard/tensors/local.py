@@ -44,7 +44,8 @@ def layout_of(tensor: torch.Tensor) -> Layout:
     if is_sharded_tensor(tensor):
         return _sharded_layout(tensor)
     if is_own_sharded_tensor(tensor):
-        return tensor.cut
+        layout: Layout = tensor.cut
+        return layout
     if isinstance(tensor, torch.Tensor):
         return whole_on((this_rank(),))
     raise TensorError(
@@ -121,7 +122,7 @@ def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         shards = sorted(tensor.local_shards(), key=lambda shard: _box(shard.metadata, shape))
         return tuple(shard.tensor for shard in shards)
     if is_own_sharded_tensor(tensor):
-        return tensor._content.parts
+        return tuple(tensor._content.parts)
     return (wait_ready(tensor),)
 
 
@@ -139,13 +140,13 @@ def _sharded_layout(tensor: ShardedTensor) -> Layout:
             )
         # torch uses global ranks on sub-groups too.
         boxes.setdefault(owner, []).append(_box(shard, shape))
-    stated = sorted(boxes.get(rank, ()))
-    held = sorted(_box(shard.metadata, shape) for shard in tensor.local_shards())
-    if held != stated:
-        found, expected = (", ".join(map(str, listed)) or "none" for listed in (held, stated))
+    local = sorted(_box(shard.metadata, shape) for shard in tensor.local_shards())
+    if local != sorted(boxes.get(rank, ())):
+        both = (local, sorted(boxes.get(rank, ())))
+        held, stated = (", ".join(map(str, listed)) or "none" for listed in both)
         raise LayoutError(
-            f"rank {rank} holds shards {found} and the metadata of the tensor {shape} gives it "
-            f"{expected}: make both from one sharding spec"
+            f"rank {rank} holds shards {held} and the metadata of the tensor {shape} gives it "
+            f"{stated}: make both from one sharding spec"
         )
     return Layout.from_boxes(shape, {one: sorted(boxes[one]) for one in sorted(boxes)})
 
@@ -169,14 +170,14 @@ def check_matches(tensor: torch.Tensor, planned: TensorSpec, name: str, is_sourc
         return
     role = "to move" if is_source else "to move into"
     try:
-        found = spec_of(tensor)
+        spec = spec_of(tensor)
     except LayoutError as error:
         raise TensorError(f'"{name}" {role}: {error}') from None
     matches = agrees if is_source else is_part_of
-    is_same = (found.shape, found.dtype) == (planned.shape, planned.dtype)
-    if not is_same or not matches(found.layout, planned.layout, found.shape):
+    is_same = (spec.shape, spec.dtype) == (planned.shape, planned.dtype)
+    if not is_same or not matches(spec.layout, planned.layout, spec.shape):
         raise TensorError(
-            f'"{name}" {role} is a {type(tensor).__name__} {_describe(found)} and the plan says '
+            f'"{name}" {role} is a {type(tensor).__name__} {_describe(spec)} and the plan says '
             f"{_describe(planned)}: plan with what rs.describe says of the tensors you give, "
             "merged by rs.exchange"
         )

@@ -8,15 +8,16 @@ out = rs.move(None, have, want, shape=..., dtype="bfloat16")    # on a rank that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from operator import index
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack, overload
 
 import torch
 import torch.distributed as dist
 
-from reshard.dtypes import ITEMSIZE, canonical_dtype
+from reshard.dtypes import canonical_dtype
 from reshard.errors import ReshardError, TensorError
 from reshard.layout.layout import Layout
 from reshard.layout.spec import is_part_of
@@ -35,10 +36,18 @@ from reshard.tensors.local import (
     check_dense,
     check_matches,
     destination_of,
+    layout_of,
     local_of,
     spec_of,
 )
-from reshard.tensors.tensor_move import NO_OPTIONS, USUAL_MEMORY, Grad, TensorMove, move_between
+from reshard.tensors.tensor_move import (
+    NO_OPTIONS,
+    USUAL_MEMORY,
+    Grad,
+    TensorMove,
+    holders,
+    move_between,
+)
 from reshard.text import parse_bytes
 
 if TYPE_CHECKING:
@@ -50,10 +59,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T", bound=torch.Tensor)
-Source = Callable[[], tuple[torch.Tensor | None, torch.Tensor | None]]
-"""Gives the local tensor, or a leaf that stands for it in backward."""
-
-DTYPE_NAMES = {getattr(torch, name): name for name in ITEMSIZE if hasattr(torch, name)}
 DESTINATION_TYPES = (Layout, tuple, list)
 DESTINATIONS = "give want=rs.Layout(mesh, words), or to=(device_mesh, [Shard(0), ...])"
 
@@ -146,12 +151,9 @@ def move(
         and (forward_dtype is None and backward_dtype is None and not num_modes())
     ):
         ranks = partial(_named_ranks, (tensor,))
-        return with_ticket(None, ranks, _dtensors.repeat, tensor, to, _move_by_default)
-    source: Any = _read(have) if isinstance(have, str) else have
-    destination: Any = _read(want) if isinstance(want, str) else want
-    target: Any = _read(to) if isinstance(to, str) else to
+        return with_ticket(None, ranks, _repeat_or_move, tensor, to)
     request = Request(
-        tensor, target, source, destination, shape, dtype, cast_to, device, memory, into,
+        tensor, to, have, want, shape, dtype, cast_to, device, memory, into,
         forward_dtype, backward_dtype, grad, async_op, options,
     )  # fmt: skip
     if are_ranks_simulated():
@@ -159,44 +161,33 @@ def move(
             "LocalTensorMode runs all ranks in this process, and a move is between processes: run "
             "it in a job of several ranks, or use DTensor.redistribute"
         )
-    on_own_mesh = have is None and is_dtensor(tensor) and request.is_on_own_mesh()
-    if have is None and is_dtensor(tensor):
-        placements = None if on_own_mesh else _redistribution().expressible(tensor)
+    if have is None and is_dtensor(tensor) and not request.is_on_own_mesh():
+        placements = _redistribution().expressible(tensor)
         if placements is not None:
             # In a call of its own: a layout cannot express the placements of the tensor.
-            to = (tensor.device_mesh, placements)
-            request = request._replace(tensor=move(tensor, to=to, group=group, **options))
-    ranks = partial(_named_ranks, (tensor, source, destination, target))
-    return with_ticket(group, ranks, _move, request, on_own_mesh)
-
-
-def _move_by_default(ticket: Ticket, tensor: DTensor, to: OnMesh) -> Any:
-    """Move a DTensor on its mesh, with nothing else asked for."""
-    return _move(ticket, Request(tensor, to), True)
+            on_mesh = (tensor.device_mesh, placements)
+            request = request._replace(tensor=move(tensor, to=on_mesh, group=group, **options))
+    ranks = partial(_named_ranks, (tensor, have, want, to))
+    return with_ticket(group, ranks, _move, request)
 
 
 def _named_ranks(arguments: Iterable[Any]) -> set[int]:
     """The ranks that the arguments of a move name, as far as they can be understood."""
-    found: set[int] = set()
-    for one in arguments:
-        layout = one
-        if is_dtensor(one):
-            found |= set(one.device_mesh.mesh.flatten().tolist())
-        elif has_layout(one):
-            layout = spec_of(cast(torch.Tensor, one)).layout
-        elif isinstance(one, tuple | list) and one and hasattr(one[0], "mesh"):
-            found |= set(one[0].mesh.flatten().tolist())
+    ranks: set[int] = set()
+    for argument in arguments:
+        layout = argument
+        if is_dtensor(argument):
+            ranks |= set(argument.device_mesh.mesh.flatten().tolist())
+        elif isinstance(argument, tuple | list) and argument and hasattr(argument[0], "mesh"):
+            ranks |= set(argument[0].mesh.flatten().tolist())
+        elif has_layout(argument):
+            layout = layout_of(argument)
+        elif isinstance(argument, str):
+            with suppress(ReshardError):
+                layout = Layout.parse(argument)
         if isinstance(layout, Layout):
-            found |= {rank for rank in layout.ranks if layout.holds(rank) is not None}
-    return found
-
-
-def _read(text: str) -> Any:
-    """The layout that a text describes; a wrong text is left, for all ranks to hear of at once."""
-    try:
-        return Layout.parse(text)
-    except ReshardError:
-        return text
+            ranks |= holders(layout)
+    return ranks
 
 
 class Request(NamedTuple):
@@ -204,8 +195,8 @@ class Request(NamedTuple):
 
     tensor: Any
     to: Any
-    have: Layout | None = None
-    want: Layout | None = None
+    have: Layout | str | None = None
+    want: Layout | str | None = None
     shape: Sequence[int] | None = None
     dtype: object = None
     cast_to: object = None
@@ -225,7 +216,8 @@ class Request(NamedTuple):
     def is_on_own_mesh(self) -> bool:
         """Whether a DTensor gets other placements on its own mesh."""
         target = self.target
-        if not isinstance(target, tuple | list) or len(target) != 2:
+        is_pair = isinstance(target, tuple | list) and len(target) == 2
+        if not is_pair or self.have is not None or not is_dtensor(self.tensor):
             return False
         # Comparing takes longer than looking whether it is the same one.
         mesh = self.tensor.device_mesh
@@ -236,9 +228,9 @@ class Request(NamedTuple):
         target = self.target
         if target is None or (self.want is not None and self.to is not None):
             raise TensorError("a move needs one destination: give want=layout, or to=")
+        if isinstance(target, str):
+            target = Layout.parse(target)
         if not isinstance(target, DESTINATION_TYPES):
-            if isinstance(target, str):
-                Layout.parse(target)  # which says what is wrong with it
             raise TensorError(f"{_show(target)} is no destination: {DESTINATIONS}")
         if self.grad not in ("sum", "replicated"):
             raise TensorError(f'grad="{self.grad}": it is "sum" or "replicated"')
@@ -264,11 +256,6 @@ class Request(NamedTuple):
                 "cast_to= and forward_dtype= both set the dtype of the result: give one of them"
             )
 
-    @property
-    def cast(self) -> str | None:
-        """The dtype of the result, if it is not that of the source."""
-        return None if self.cast_to is None else canonical_dtype(self.cast_to)
-
 
 num_modes = torch._C._len_torch_dispatch_stack
 
@@ -287,47 +274,51 @@ def _redistribution() -> Any:
     return _dtensors
 
 
-def _move(ticket: Ticket, request: Request, on_own_mesh: bool) -> Any:
-    """Move; ``on_own_mesh`` is whether a DTensor gets other placements on its own mesh."""
-    tensor = request.tensor
-    target = request.check()
-    to_layout = isinstance(target, Layout)
+def _repeat_or_move(ticket: Ticket, tensor: DTensor, to: OnMesh) -> Any:
+    """Move a DTensor on its mesh, with nothing else asked for."""
+    moved = _dtensors.repeat(ticket, tensor, to)
+    return _move(ticket, Request(tensor, to)) if moved is None else moved
+
+
+def _move(ticket: Ticket, request: Request) -> Any:
+    target, on_own_mesh = request.check(), request.is_on_own_mesh()
+    request.check_dtypes(on_own_mesh)
     memory = USUAL_MEMORY if request.memory is None else parse_bytes(request.memory)
-    casts = request.forward_dtype or request.backward_dtype
-    if casts is not None:
-        request.check_dtypes(on_own_mesh)
-    if on_own_mesh and (casts or _redistribution().is_special(tensor, target)):
-        return _redistribute(ticket, request, memory)
-    source, have, shape, dtype = _source(request)
-    want = target if to_layout else _layout_on_mesh(target, shape)
-    dtype = DTYPE_NAMES.get(dtype) or canonical_dtype(dtype)
-    one = move_between(have, want, shape, dtype, request.cast, memory)
+    cast = None if request.cast_to is None else canonical_dtype(request.cast_to)
+    if on_own_mesh:
+        return _redistribute(ticket, request, memory, cast)
+    have, shape, dtype = _source(request)
+    want = target if isinstance(target, Layout) else _layout_on_mesh(target, shape)
+    one = move_between(have, want, shape, dtype, cast, memory)
     destination = None if request.into is None else _destination(request.into, one)
     into = None if destination is None else destination.local
-    if to_layout:
-        moved = one.run(ticket, *source(), into, request.device, request.grad, request.options)
+    if isinstance(target, Layout):
+        source = _local_source(request.tensor)
+        moved = one.run(ticket, *source, into, request.device, request.grad, request.options)
     else:
-        moved = _move_to_mesh(ticket, request, source, one, into)
+        moved = _move_to_mesh(ticket, request, one, into)
     if destination is None:
         return moved
     destination.complete()
     return request.into
 
 
-def _redistribute(ticket: Ticket, request: Request, memory: int) -> Any:
-    """Give a DTensor placements on its mesh, or casts, that a layout alone does not express."""
+def _redistribute(ticket: Ticket, request: Request, memory: int, cast: str | None) -> Any:
+    """Give a DTensor other placements on its mesh."""
     module, tensor = _redistribution(), request.tensor
     _check_shape(tuple(tensor.shape), request.shape)
     settings = module.Settings(memory, ticket.group, request.options, request.backward_dtype)
-    how = module.redistribution(
-        tensor, request.target, settings, request.cast, request.forward_dtype
-    )
+    (mesh, placements), sent = request.target, request.forward_dtype
+    want = module.placed_on(mesh, placements, tensor.shape)
+    how = module.redistribution(tensor, mesh, want, settings, cast, sent)
     if request.into is None:
-        return module.redistribute(ticket, tensor, how)
+        moved = module.redistribute(ticket, tensor, how)
+        if not moved.requires_grad:
+            module.remember(tensor, placements, how, moved)
+        return moved
     if not how.is_plain:
-        raise TensorError(
-            f"to {list(how.target[1])} the result is computed from what was moved: leave out into="
-        )
+        text = f"to {list(want.placements)} the result is computed from what was moved"
+        raise TensorError(f"{text}: leave out into=")
     destination = _destination(request.into, how.move)
     module.redistribute(ticket, tensor, how, destination.local)
     destination.complete()
@@ -335,22 +326,19 @@ def _redistribute(ticket: Ticket, request: Request, memory: int) -> Any:
 
 
 def _move_to_mesh(
-    ticket: Ticket, request: Request, source: Source, one: TensorMove, into: torch.Tensor | None
+    ticket: Ticket, request: Request, one: TensorMove, into: torch.Tensor | None
 ) -> Any:
-    """A DTensor on a mesh: by DTensor's rule for gradients if it is the tensor's own mesh."""
-    module, tensor, target = _redistribution(), request.tensor, request.target
-    how = module.Redistribution(
-        one, target, module.Settings(one.memory, ticket.group, request.options)
-    )
-    if is_dtensor(tensor) and tensor.device_mesh == target[0]:
-        moved = module.redistribute(ticket, tensor, how, into)
-        # A repeated move has no have=, which may name ranks outside the mesh.
-        if request.have is None and request.into is None and not moved.requires_grad:
-            module.remember(tensor, how, moved)
-        return moved
-    device = request.device or target[0].device_type
+    """A DTensor on a mesh, from another mesh or from replicas that ``have`` names."""
+    module, tensor, (mesh, placements) = _redistribution(), request.tensor, request.target
+    want = module.placed_on(mesh, placements, one.shape)
+    settings = module.Settings(one.memory, ticket.group, request.options)
+    how = module.Redistribution(one, mesh, want, settings)
+    if is_dtensor(tensor) and tensor.device_mesh == mesh:
+        return module.redistribute(ticket, tensor, how, into)
+    device = request.device or mesh.device_type
     # Replicas of a DTensor have one gradient.
-    local = one.run(ticket, *source(), into, device, "replicated", request.options)
+    source = _local_source(tensor)
+    local = one.run(ticket, *source, into, device, "replicated", request.options)
     return module.wrap_moved(local, how, tensor.stride() if is_dtensor(tensor) else None)
 
 
@@ -370,27 +358,21 @@ def _destination(into: torch.Tensor, one: TensorMove) -> Destination:
     return destination_of(into)
 
 
-def _source(request: Request) -> tuple[Source, Layout, tuple[int, ...], torch.dtype | str]:
-    """The local tensor, its layout, the shape of the whole tensor, and its dtype."""
-    tensor, have, shape = request.tensor, request.have, request.shape
+def _source(request: Request) -> tuple[Layout, tuple[int, ...], str]:
+    """The layout of the source, the shape of the whole tensor, and its dtype."""
+    tensor, shape = request.tensor, request.shape
+    have = Layout.parse(request.have) if isinstance(request.have, str) else request.have
     if have is not None and not isinstance(have, Layout):
-        if isinstance(have, str):
-            Layout.parse(have)  # which says what is wrong with it
         raise TensorError(f"have={_show(have)} is no layout: write rs.Layout(mesh, words)")
     if has_layout(tensor):
-        spec = spec_of(cast(torch.Tensor, tensor))
+        spec = spec_of(tensor)
         _check_shape(spec.shape, shape)
         if have is not None and not is_part_of(spec.layout, have, spec.shape):
             raise TensorError(
                 f'have="{have}" on mesh {have.mesh} and the tensor itself says "{spec.layout}" on '
                 f"mesh {spec.layout.mesh}: leave out have=, or name with it replicas on other ranks"
             )
-        parts: Source = lambda: (local_of(tensor), None)  # noqa: E731
-        if is_own_sharded_tensor(tensor):
-            parts = tensor._for_move
-        elif is_dtensor(tensor) and tensor.requires_grad and torch.is_grad_enabled():
-            parts = lambda: (_redistribution().differentiable_local(tensor), None)  # noqa: E731
-        return parts, have or spec.layout, spec.shape, spec.dtype
+        return have or spec.layout, spec.shape, spec.dtype
     if tensor is not None and not isinstance(tensor, torch.Tensor):
         raise TensorError(f"a {type(tensor).__name__} cannot be moved: give a tensor or None")
     if have is None or shape is None:
@@ -401,12 +383,21 @@ def _source(request: Request) -> tuple[Source, Layout, tuple[int, ...], torch.dt
             f"that of the whole tensor{local}"
         )
     sizes = _sizes(shape)
-    if tensor is None:
-        if request.dtype is None:
-            raise TensorError("on a rank without a local tensor a move needs dtype=")
-        return lambda: (None, None), have, sizes, canonical_dtype(request.dtype)
-    check_dense(tensor)
-    return lambda: (tensor, None), have, sizes, tensor.dtype
+    if tensor is not None:
+        check_dense(tensor)
+    elif request.dtype is None:
+        raise TensorError("on a rank without a local tensor a move needs dtype=")
+    return have, sizes, canonical_dtype(request.dtype if tensor is None else tensor.dtype)
+
+
+def _local_source(tensor: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """This rank's local tensor, or a leaf that stands for it in backward."""
+    if is_own_sharded_tensor(tensor):
+        local, leaf = tensor._for_move()
+        return local, leaf
+    if is_dtensor(tensor) and tensor.requires_grad and torch.is_grad_enabled():
+        return _redistribution().differentiable_local(tensor), None
+    return local_of(tensor) if has_layout(tensor) else tensor, None
 
 
 def _check_shape(known: tuple[int, ...], shape: Sequence[int] | None) -> None:

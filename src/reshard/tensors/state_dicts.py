@@ -56,15 +56,15 @@ def tensors_in(state_dict: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
         raise TensorError(
             f'a {type(state_dict).__name__} is no state dict: give a dict, as {{"weight": tensor}}'
         )
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, tensor in _walk("", state_dict, 0):
-        if name in found:
+        if name in tensors:
             raise TensorError(
                 f"two entries of the state dict are called {quoted(name)}, one of them nested: "
                 "rename one"
             )
-        found[name] = tensor
-    return found
+        tensors[name] = tensor
+    return tensors
 
 
 def _walk(name: str, value: object, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -134,10 +134,10 @@ def _local_tensors(
     plan: Plan, tensors: Mapping[Any, Any], into: Mapping[Any, Any] | None
 ) -> tuple[Tensors, Tensors | None, Complete | None]:
     """The local tensors of both sides, and what completes the move of those of ``into``."""
-    for what, given in (("to move", tensors), ("into=", {} if into is None else into)):
-        if not isinstance(given, Mapping):
+    for what, side in (("to move", tensors), ("into=", {} if into is None else into)):
+        if not isinstance(side, Mapping):
             raise TensorError(
-                f"the tensors {what} are a {type(given).__name__}: give a dict of this rank's "
+                f"the tensors {what} are a {type(side).__name__}: give a dict of this rank's "
                 "tensors by name; rs.move takes one tensor"
             )
     try:

@@ -33,8 +33,15 @@ import torch.utils.checkpoint
 from torch.distributed.tensor import DTensor
 
 from reshard.errors import ArgumentError, DisagreementError, MemoryCapError
-from reshard.nn.activations.region import Region, SavedTensor, SavedView, Stats, share_of
-from reshard.nn.activations.replicated import ReplicatedInputs, TensorLocation, is_plain
+from reshard.nn.activations.region import (
+    Region,
+    SavedTensor,
+    SavedView,
+    Stats,
+    TensorLocation,
+    share_of,
+)
+from reshard.nn.activations.replicated import ReplicatedInputs, is_plain
 from reshard.nn.activations.restore import Restorer
 from reshard.tensors.kinds import not_compiled, wait_ready
 from reshard.text import format_bytes, parse_bytes
@@ -75,33 +82,22 @@ class Policy:
         num_ranks = len(self.restorer.ranks)
         if not is_plain(local) or local.nbytes < self._min_bytes or local.numel() < num_ranks:
             return None
-        source: TensorLocation | None = None
-        if isinstance(saved, DTensor):
-            is_replicated, what = inputs.is_replicated(saved), f"DTensor {list(saved.shape)}"
-        else:
-            source = inputs.find(saved)
-            is_replicated = source is not None
-            what = f"saved {list(saved.shape)}" if source is None else source.label
-        if not is_replicated and self.budget is None:
-            return None
-        if source is None and saved in inputs.parameters:
-            return None
-        label = f"{label}, {what}"
+        source = inputs.find(saved, local)
+        is_replicated = source is not None
+        if source is None:
+            if self.budget is None or saved in inputs.parameters:
+                return None
+            source = TensorLocation.of(local, f"saved {list(saved.shape)}")
+        gaps = None if source.is_dense else source.elements
+        key = (source.address, source.start, source.stop, gaps, local._version, call)
         with self._lock:
-            source = source or TensorLocation.of(local, label)
-            gaps = None if source.is_dense else source.elements
-            key = (source.address, source.start, source.stop, gaps, local._version, call)
             region = self._regions.get(key)
             if region is None:
-                memory = _bytes_of(local, source)
-                # A share is whole elements, unless a view with larger elements was saved first.
-                unit = local.element_size() if memory.numel() % local.element_size() == 0 else 1
-                region = Region(label, memory, unit, source.storage, is_replicated, self.stats)
+                label = f"{label}, {source.label}"
+                region = Region(label, source, local, is_replicated, self.stats)
                 self._regions[key] = region
                 self._place(region)
-            start = int(local.storage_offset()) * local.element_size() - source.start
-            gapped = None if source.is_dense else (source.size, source.stride)
-            return SavedView(region, self._restore, saved, local, start, gapped)
+            return SavedView(region, self._restore, saved, local)
 
     def _place(self, region: Region) -> None:
         """Offload a region, leave it whole, or keep only this rank's share."""
@@ -142,18 +138,6 @@ class Policy:
         if self.budget is not None and self.budget.is_first_forward:
             gathered = self.restorer.gather([self.budget.needed], self.timeout)
             self.budget.check(max(needed for (needed,) in gathered))
-
-
-def _bytes_of(local: torch.Tensor, source: TensorLocation) -> torch.Tensor:
-    """The bytes of the elements of a source: its memory itself, or a copy without the gaps."""
-    if not source.is_dense:
-        offset = source.start // local.element_size()
-        elements = local.detach().as_strided(source.size, source.stride, offset)
-        return elements.contiguous().reshape(-1).view(torch.uint8)
-    view = torch.empty(0, dtype=torch.uint8, device=local.device)
-    count = source.stop - source.start
-    memory: torch.Tensor = view.set_(local.untyped_storage(), source.start, (count,), (1,))
-    return memory
 
 
 class Budget:

@@ -9,7 +9,7 @@ are not summed on the way, but it works for all placements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import accumulate, pairwise, product
@@ -20,7 +20,7 @@ import torch
 from reshard.dtypes import accumulator
 from reshard.errors import LayoutError
 from reshard.layout.box import Box, Interval, length_of
-from reshard.layout.columns import SizedCache
+from reshard.layout.columns import sized_cache
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.words import held
 from reshard.tensors.dtensor.placements import Placed, check_placements
@@ -53,6 +53,7 @@ class BoxMove:
 
     @property
     def whole(self) -> tuple[int, ...]:
+        """The shape of the tensor that is moved, whose first dim numbers the addends."""
         sizes = tuple(self.have.mesh.axes.values())
         return prod(sizes[at] for at in _pending(self.have)), *self.shape
 
@@ -88,24 +89,25 @@ class BoxMove:
         addends: dict[int, set[int]] = {}
         for rank in ranks:
             addends.setdefault(results[rank], set()).add(numbers[rank])
-        have, want = {}, {}
-        for rank in ranks:
-            mine = sorted(addends[results[rank]])
-            have[rank] = self._boxes(self.have, rank, self.held[0][rank], [numbers[rank]])
-            want[rank] = self._boxes(self.want, rank, self.held[1][rank], mine)
-        return Layout.from_boxes(self.whole, have), Layout.from_boxes(self.whole, want)
+        wanted = {rank: sorted(addends[results[rank]]) for rank in ranks}
+        given = {rank: [numbers[rank]] for rank in ranks}
+        have = self._layout(self.have, self.held[0], given)
+        return have, self._layout(self.want, self.held[1], wanted)
 
-    def _boxes(
-        self, placed: Placed, rank: int, dims: Dims, addends: Sequence[int]
-    ) -> tuple[Box, ...]:
-        """A rank's boxes of the moved tensor."""
-        count = prod(map(len, dims)) * len(addends)
-        if count > MAX_BOXES:
-            raise LayoutError(
-                f"{list(placed.placements)} cut {self.shape} into {count} boxes on rank {rank}: "
-                f"at most {MAX_BOXES} work; redistribute to Shard first"
-            )
-        return tuple(_box(((at, at + 1), *box)) for at in addends for box in product(*dims))
+    def _layout(
+        self, placed: Placed, held: Mapping[int, Dims], addends: Mapping[int, Sequence[int]]
+    ) -> BoxLayout:
+        boxes: dict[int, list[Box]] = {}
+        for rank, dims in held.items():
+            count = prod(map(len, dims)) * len(addends[rank])
+            if count > MAX_BOXES:
+                raise LayoutError(
+                    f"{list(placed.placements)} cut {self.shape} into {count} boxes on rank "
+                    f"{rank}: at most {MAX_BOXES} work; redistribute to Shard first"
+                )
+            numbers = [(at, at + 1) for at in addends[rank]]
+            boxes[rank] = [_box(intervals) for intervals in product(numbers, *dims)]
+        return Layout.from_boxes(self.whole, boxes)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         return tuple(map(length_of, self.held[0][rank]))
@@ -118,32 +120,28 @@ class BoxMove:
         return views[0] if len(views) == 1 else torch.cat([view.reshape(-1) for view in views])
 
     def local(
-        self, found: torch.Tensor | None, rank: int, dtype: torch.dtype, device: object
+        self, moved: torch.Tensor | None, rank: int, dtype: torch.dtype, device: str
     ) -> torch.Tensor:
         """The local tensor of the result: the received addends, reduced."""
         dims = self.held[1][rank]
-        made = torch.empty(tuple(map(length_of, dims)), dtype=dtype, device=device)  # type: ignore[call-overload]
-        if found is None or not made.numel():
-            return made  # type: ignore[no-any-return]
+        result = torch.empty(tuple(map(length_of, dims)), dtype=dtype, device=device)
+        if moved is None or not result.numel():
+            return result
         boxes = [*map(_box, product(*dims))]
         sizes = [box.size for box in boxes]
-        parts = _reduced(found.reshape(-1, sum(sizes)), self.op).to(dtype).split_with_sizes(sizes)
+        parts = _reduced(moved.reshape(-1, sum(sizes)), self.op).to(dtype).split_with_sizes(sizes)
         for slices, box, part in zip(_places(dims), boxes, parts, strict=True):
-            made[slices] = part.view(box.shape)
-        return made  # type: ignore[no-any-return]
+            result[slices] = part.view(box.shape)
+        return result
 
 
-_kept: SizedCache[tuple[Placed, Placed, tuple[int, ...]], BoxMove] = SizedCache(MAX_KEPT_BYTES)
-
-
+@sized_cache(
+    MAX_KEPT_BYTES,
+    lambda move, *_: BOX_BYTES * (1 + sum(len(b) for o in move.layouts for b in o.boxes.values())),
+)
 def box_move(have: Placed, want: Placed, shape: tuple[int, ...]) -> BoxMove:
     """The move between placements; equal ones share one object while it is cached."""
-    kept = _kept.get((have, want, shape))
-    if kept is not None:
-        return kept
-    move = BoxMove(have, want, shape)
-    count = sum(len(boxes) for one in move.layouts for boxes in one.boxes.values())
-    return _kept.put((have, want, shape), move, BOX_BYTES * (1 + count))
+    return BoxMove(have, want, shape)
 
 
 def _pending(placed: Placed) -> list[int]:
@@ -152,10 +150,10 @@ def _pending(placed: Placed) -> list[int]:
 
 def _addend(placed: Placed, rank: int) -> int:
     """The index of a rank's addend among all that are pending."""
-    sizes, place = placed.mesh.axes.values(), placed.mesh.coords(rank).values()
-    number, both = 0, tuple(zip(sizes, place, strict=True))
-    for size, at in (both[axis] for axis in _pending(placed)):
-        number = number * size + at
+    sizes, place = [*placed.mesh.axes.values()], [*placed.mesh.coords(rank).values()]
+    number = 0
+    for axis in _pending(placed):
+        number = number * sizes[axis] + place[axis]
     return number
 
 

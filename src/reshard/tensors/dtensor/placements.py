@@ -40,10 +40,9 @@ _known: WeakKeyDictionary[DeviceMesh, tuple[int, Mesh]] = WeakKeyDictionary()
 """The mesh of each DeviceMesh, and the rank that it was read on; weak, so that groups can go."""
 
 
-def mesh_of(device_mesh: DeviceMesh, rank: int | None = None) -> Mesh:
+def mesh_of(device_mesh: DeviceMesh) -> Mesh:
     """The same axes and the same global ranks; a sub-mesh is the one this rank is in."""
-    rank = this_rank() if rank is None else rank
-    known = _known.get(device_mesh)
+    rank, known = this_rank(), _known.get(device_mesh)
     # Sub-meshes of different ranks compare equal, so the rank counts as well.
     if known is None or known[0] != rank:
         places = device_mesh.mesh
@@ -90,20 +89,25 @@ def layout_from(
 ) -> Layout:
     sizes = tuple(map(index, shape))
     check_shape(sizes)
-    return Placed(mesh_of(device_mesh), positive_dims(placements, sizes)).layout(sizes)
+    return placed_on(device_mesh, placements, sizes).layout(sizes)
+
+
+def placed_on(
+    device_mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> Placed:
+    return Placed(mesh_of(device_mesh), positive_dims(placements, shape))
 
 
 def positive_dims(placements: Sequence[Placement], shape: Sequence[int]) -> tuple[Placement, ...]:
     """The placements with dims counted from the front."""
-    found: list[Placement] = []
+    positive = []
     for placement in placements:
-        if isinstance(placement, _StridedShard) and placement.dim < 0:
-            factor = placement.split_factor
-            placement = _StridedShard(placement.dim + len(shape), split_factor=factor)
-        elif isinstance(placement, Shard) and placement.dim < 0:
-            placement = Shard(placement.dim + len(shape))
-        found.append(placement)
-    return tuple(found)
+        if isinstance(placement, Shard | _StridedShard) and placement.dim < 0:
+            dim = placement.dim + len(shape)
+            factor = getattr(placement, "split_factor", None)
+            placement = _StridedShard(dim, split_factor=factor) if factor else Shard(dim)
+        positive.append(placement)
+    return tuple(positive)
 
 
 class Placed(NamedTuple):
@@ -114,6 +118,10 @@ class Placed(NamedTuple):
     order: ShardOrder = None
     nested: bool = True
     """Whether strided shards are an order of nesting; if not, they shard from left to right."""
+
+    @property
+    def is_strided(self) -> bool:
+        return any(isinstance(placement, _StridedShard) for placement in self.placements)
 
     def layout(self, shape: tuple[int, ...]) -> Layout:
         layout = nested_layout(self, shape)
@@ -127,11 +135,11 @@ class Placed(NamedTuple):
 
         There each placement shards what the one before left on these ranks.
         """
-        nesting = self.nesting()
+        names, nesting = tuple(self.mesh.axes), self.nesting()
         if nesting is not None:
-            return _chunks(self.mesh, nesting, len(shape))
+            chunked = (nesting.get(dim, ()) for dim in range(len(shape)))
+            return [tuple(Chunk(names[at]) for at in axes) for axes in chunked]
         dims: list[list[Cut]] = [[] for _ in shape]
-        names = tuple(self.mesh.axes)
         order = [at for _, axes in self.order for at in axes] if self.order else range(len(names))
         for axis, placement in ((names[at], self.placements[at]) for at in order):
             if isinstance(placement, _StridedShard):
@@ -146,10 +154,9 @@ class Placed(NamedTuple):
 
     def nesting(self) -> Order | None:
         """The mesh dims that shard each dim in plain chunks; None where strides do otherwise."""
-        strided = any(isinstance(placement, _StridedShard) for placement in self.placements)
-        if strided and not self.nested:
+        if self.is_strided and not self.nested:
             return None
-        if self.order and not strided:
+        if self.order and not self.is_strided:
             return dict(self.order)
         return shard_order(self.placements, tuple(self.mesh.axes.values()))
 
@@ -158,16 +165,9 @@ class Placed(NamedTuple):
 def nested_layout(placed: Placed, shape: tuple[int, ...]) -> Layout | None:
     """The layout of plain chunks along each dim, which is small; None where strides differ."""
     check_placements(placed.mesh, placed.placements, shape)
-    nesting = placed.nesting()
-    if nesting is None:
+    if placed.nesting() is None:
         return None
-    return _layout(placed.mesh, _words(placed, _chunks(placed.mesh, nesting, len(shape))))
-
-
-def _chunks(mesh: Mesh, nesting: Order, num_dims: int) -> list[Cuts]:
-    """Each dim chunked by its mesh dims, first to last."""
-    axes = tuple(mesh.axes)
-    return [tuple(Chunk(axes[at]) for at in nesting.get(dim, ())) for dim in range(num_dims)]
+    return _layout(placed.mesh, _words(placed, placed.cuts(shape, ())))
 
 
 @lru_cache(maxsize=1024)
@@ -307,11 +307,10 @@ def _candidates(
         yield spelled
     op = layout.reduce[0] if layout.reduce else None
     jobs: list[int | None] = [None, *range(len(shape)), *([-1] if op else [])]
-    for given in product(jobs, repeat=len(mesh.axes)):
-        partial = [at for at, job in enumerate(given) if job == -1]
-        cut = [[at for at, job in enumerate(given) if job == dim] for dim in range(len(shape))]
-        for order in product(*map(permutations, cut)):
-            yield _placed(mesh, dict(enumerate(order)), partial, op)
+    for chosen in product(jobs, repeat=len(mesh.axes)):
+        axes_of = {job: [at for at, other in enumerate(chosen) if other == job] for job in jobs}
+        for order in product(*(permutations(axes_of[dim]) for dim in range(len(shape)))):
+            yield _placed(mesh, dict(enumerate(order)), axes_of.get(-1, ()), op)
 
 
 def _placed(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,45 +11,39 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from reshard.errors import LayoutError, TensorError
 from reshard.layout.box import row_major
+from reshard.layout.columns import sized_cache
 from reshard.layout.layout import Layout
 from reshard.tensors.dtensor.placements import (
     Placed,
-    ShardOrder,
     mesh_of,
-    nested_layout,
-    positive_dims,
+    placed_on,
 )
 from reshard.tensors.kinds import this_rank, wait_ready
 
-Reading = tuple[ShardOrder, bool]
-"""A shard order, if there is one, and whether strided shards are an order of nesting."""
-
 MAX_SPECS = 256
+MAX_LAYOUT_BYTES = 8 << 20
+"""Bytes of layouts that are kept, of which a few list many parts."""
 
 
 def dtensor_layout(tensor: DTensor) -> Layout:
-    layout, expected = expected_of(tensor, tensor._spec.placements)
+    layout, expected = expected_of(placed_of(tensor), tuple(tensor.shape))
     check_shape_of(tensor, expected, f'layout "{layout}"')
     return layout
 
 
-def expected_of(
-    tensor: DTensor, placements: tuple[Placement, ...]
-) -> tuple[Layout, tuple[int, ...] | None]:
-    """The layout that a DTensor has by these placements, and this rank's local shape."""
-    spec, rank = tensor._spec, this_rank()
-    placed = Placed(mesh_of(spec.mesh, rank), placements, *reading_of(spec))
-    return _expected(placed, tensor.shape, rank)
-
-
-def reading_of(spec: DTensorSpec) -> Reading:
-    """DTensor's own shard order, and whether strided shards are read as an order of nesting."""
+def placed_of(tensor: DTensor) -> Placed:
+    spec = tensor._spec
     nested = getattr(spec, "use_strided_shard_as_shard_order", True) is not False
-    return getattr(spec, "shard_order", None), nested
+    return Placed(mesh_of(spec.mesh), spec.placements, getattr(spec, "shard_order", None), nested)
+
+
+def expected_of(placed: Placed, shape: tuple[int, ...]) -> tuple[Layout, tuple[int, ...] | None]:
+    """The layout of placements, and this rank's local shape; None on a rank outside the mesh."""
+    return _expected(placed, shape, this_rank())
 
 
 def check_shape_of(tensor: DTensor, expected: tuple[int, ...] | None, by: str) -> None:
@@ -66,28 +59,13 @@ def check_shape_of(tensor: DTensor, expected: tuple[int, ...] | None, by: str) -
         )
 
 
+@sized_cache(MAX_LAYOUT_BYTES, lambda result, *_: 2048 + 16 * len(str(result[0])))
 def _expected(
     placed: Placed, shape: tuple[int, ...], rank: int
 ) -> tuple[Layout, tuple[int, ...] | None]:
-    """The layout and this rank's local shape; None where the rank is not in the mesh."""
-    kept = _expected_if_nested(placed, shape, rank)
-    if kept is not None:
-        return kept
-    layout = placed.layout(tuple(shape))
-    inside = placed.mesh.index(rank) is not None
-    return layout, layout.local_shape(rank, tuple(shape)) if inside else None
-
-
-@lru_cache(maxsize=2048)
-def _expected_if_nested(
-    placed: Placed, shape: tuple[int, ...], rank: int
-) -> tuple[Layout, tuple[int, ...] | None] | None:
-    """The same where the layout is small; otherwise None."""
-    shape = tuple(shape)
-    layout = nested_layout(placed, shape)
-    if layout is None:
-        return None
-    return layout, None if placed.mesh.index(rank) is None else layout.local_shape(rank, shape)
+    layout = placed.layout(shape)
+    is_inside = placed.mesh.index(rank) is not None
+    return layout, layout.local_shape(rank, shape) if is_inside else None
 
 
 def _advice(tensor: DTensor, held: tuple[int, ...]) -> str:
@@ -105,24 +83,17 @@ def _advice(tensor: DTensor, held: tuple[int, ...]) -> str:
     )
 
 
-def dtensor_local(tensor: DTensor, expected: tuple[int, ...] | None = None) -> torch.Tensor | None:
-    """This rank's local tensor, in the shape that is expected; None on a rank outside the mesh.
-
-    That shape is the one of its layout, if none is given.
-    """
+def dtensor_local(tensor: DTensor) -> torch.Tensor | None:
+    """This rank's local tensor, in the shape of its layout; None on a rank outside the mesh."""
     if tensor.device_mesh.get_coordinate() is None:
         return None
-    return _shaped(tensor, wait_ready(tensor._local_tensor), expected)
+    return _shaped(tensor, wait_ready(tensor._local_tensor))
 
 
-def _shaped(
-    tensor: DTensor, local: torch.Tensor, expected: tuple[int, ...] | None = None
-) -> torch.Tensor:
+def _shaped(tensor: DTensor, local: torch.Tensor) -> torch.Tensor:
     if local.numel():
         return local  # the shape of an empty one may differ from the layout's
-    if expected is None:
-        expected = dtensor_layout(tensor).local_shape(this_rank(), tuple(tensor.shape))
-    return local.reshape(expected)
+    return local.reshape(dtensor_layout(tensor).local_shape(this_rank(), tuple(tensor.shape)))
 
 
 def gradient_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
@@ -152,31 +123,24 @@ def dtensor_of(
     A rank that holds nothing gives ``None`` and the dtype. ``stride`` is the global one, rows
     after rows if not given. Nothing is communicated; gradients flow back to the local tensor.
     """
-    sizes, rank = tuple(shape), this_rank()
-    placed = positive_dims(placements, sizes)
-    layout, expected = _expected(Placed(mesh_of(device_mesh, rank), placed), sizes, rank)
-    local = _part(local, device_mesh, layout, expected, dtype)
+    sizes = tuple(shape)
+    placed = placed_on(device_mesh, placements, sizes)
+    local = _part(local, device_mesh, *expected_of(placed, sizes), dtype)
     strides = tuple(row_major(sizes) if stride is None else stride)
     if local.requires_grad:
         size = torch.Size(sizes)
-        return DTensor.from_local(local, device_mesh, placed, shape=size, stride=strides)
+        return DTensor.from_local(local, device_mesh, placed.placements, shape=size, stride=strides)
     # Three times as quick as from_local.
-    spec = _spec(device_mesh, placed, sizes, strides, local.dtype)
+    spec = _spec(device_mesh, placed.placements, sizes, strides, local.dtype)
     return DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def dtensor_with(
-    local: torch.Tensor,
-    target: tuple[DeviceMesh, Sequence[Placement]],
-    like: DTensor,
-    reading: Reading,
-) -> DTensor:
+def dtensor_with(local: torch.Tensor, mesh: DeviceMesh, placed: Placed, like: DTensor) -> DTensor:
     """Wrap a local tensor with any placements; it has the shape and the stride of another."""
-    meta, (order, nested) = TensorMeta(like.shape, like.stride(), local.dtype), reading
-    spec = DTensorSpec(target[0], tuple(target[1]), tensor_meta=meta)
-    if not nested and any(isinstance(one, _StridedShard) for one in target[1]):
+    spec = _spec(mesh, placed.placements, tuple(like.shape), like.stride(), local.dtype)
+    if not placed.nested and placed.is_strided:
         spec.use_strided_shard_as_shard_order = False
-        spec.shard_order = order  # type: ignore[assignment]
+        spec.shard_order = placed.order  # type: ignore[assignment]
     return DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
