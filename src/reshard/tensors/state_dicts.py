@@ -103,8 +103,7 @@ def run(
     def move(ticket: Ticket) -> dict[str, torch.Tensor]:
         sources, destinations, complete = _local_tensors(plan, tensors, into)
         call = Call(ticket, plan, sources, destinations, options_from(options, device))
-        result = call.run()
-        return result if complete is None else complete(result)
+        return complete(call.run())
 
     return with_ticket(group, lambda: plan.parties, move)
 
@@ -132,8 +131,8 @@ def start(
 
 def _local_tensors(
     plan: Plan, tensors: Mapping[Any, Any], into: Mapping[Any, Any] | None
-) -> tuple[Tensors, Tensors | None, Complete | None]:
-    """The local tensors of both sides, and what completes the move of those of ``into``."""
+) -> tuple[Tensors, Tensors | None, Complete]:
+    """The local tensors of both sides, and what turns the moved ones into the result."""
     for what, side in (("to move", tensors), ("into=", {} if into is None else into)):
         if not isinstance(side, Mapping):
             raise TensorError(
@@ -146,7 +145,7 @@ def _local_tensors(
             flat = _flatten(tensors, plan.have, is_source=True)
             sources = {name: local_of(tensor) for name, tensor in flat.items()}
         if into is None or _is_plain(into):
-            return sources, into, None
+            return sources, into, lambda moved: moved
         result = _flatten(into, plan.want, is_source=False)
         destinations = {name: destination_of(tensor) for name, tensor in result.items()}
     except TensorError as error:
@@ -174,7 +173,6 @@ def _flatten(
             raise TensorError(f'"{name}" {role} is a {type(value).__name__}: give a tensor')
     flat = tensors_in(tensors)
     for name, tensor in flat.items():
-        # The engine refuses a name that the plan does not have.
-        if type(tensor) not in PLAIN and name in specs:
+        if name in specs:  # the engine refuses a name that the plan does not have
             check_matches(tensor, specs[name], name, is_source)
     return flat

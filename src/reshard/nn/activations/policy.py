@@ -24,7 +24,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
+from itertools import count, zip_longest
 from typing import Any
 from zlib import crc32
 
@@ -279,7 +279,7 @@ class SavedTensorHooks:
         """Whether checkpointing below discards what is saved here and computes it again."""
         self._call = 0
         """The number of the outermost call that contains this one."""
-        self._checksums: list[tuple[str, tuple[int, int]]] | None = [] if check else None
+        self._checksums: list[tuple[str, int, int]] | None = [] if check else None
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     @not_compiled
@@ -314,13 +314,12 @@ class SavedTensorHooks:
         if not self._checksums:
             return False
         restorer = self._policy.restorer
-        numbers = [one for label, sums in self._checksums for one in (crc32(label.encode()), *sums)]
-        gathered = restorer.gather(numbers, self._policy.timeout)
-        for at, (label, _) in enumerate(self._checksums):
-            by_rank = [numbers[3 * at : 3 * at + 3] for numbers in gathered]
-            pairs = zip(restorer.ranks, by_rank, strict=True)
-            different = [rank for rank, numbers in pairs if numbers != by_rank[0]]
+        gathered = restorer.gather(self._checksums, self._policy.timeout)
+        for sums in zip_longest(*gathered):
+            pairs = zip(restorer.ranks, sums, strict=True)
+            different = [rank for rank, one in pairs if one != sums[0]]
             if different:
+                label = next(one[0] for one in sums if one is not None)
                 raise DisagreementError(
                     f"{label} is not the same on all ranks: ranks {different} have other values "
                     f"than rank {restorer.ranks[0]}, so it must not be kept as shares; do not "
@@ -334,7 +333,7 @@ class SavedTensorHooks:
             view = self._policy.pack(saved, self._inputs, self._label, self._call)
             if view is not None:
                 if self._checksums is not None and view.region.is_replicated:
-                    self._checksums.append((view.region.label, _checksum(saved)))
+                    self._checksums.append((view.region.label, *_checksum(saved)))
                 return view
         if self._below is not None:
             pack, unpack = self._below

@@ -11,9 +11,11 @@ Saved views of one input share one region:
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import cache
+from itertools import accumulate
+from operator import mul
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -99,7 +101,7 @@ class TensorLocation:
     is_dense: bool
     """Whether every byte from start to stop belongs to the tensor."""
     elements: tuple[tuple[int, int], ...]
-    """Sizes and strides, sorted: which elements, whatever the order of dims."""
+    """Strides and sizes, sorted: which elements, whatever the order of dims."""
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -139,22 +141,18 @@ class TensorLocation:
 
 def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     unit, start = tensor.element_size(), int(tensor.storage_offset())
-    last = sum((size - 1) * stride for size, stride in _elements(tensor))
+    last = sum((size - 1) * stride for stride, size in _elements(tensor))
     return start * unit, (start + last + 1) * unit
 
 
 def _elements(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
-    dims = zip(tensor.shape, tensor.stride(), strict=True)
-    return tuple(sorted((size, stride) for size, stride in dims if size > 1 and stride))
+    dims = zip(tensor.stride(), tensor.shape, strict=True)
+    return tuple(sorted((stride, size) for stride, size in dims if size > 1 and stride))
 
 
-def _is_dense(elements: Iterable[tuple[int, int]]) -> bool:
-    expected = 1
-    for size, stride in sorted(elements, key=lambda dim: dim[1]):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+def _is_dense(elements: tuple[tuple[int, int], ...]) -> bool:
+    expected = accumulate((size for _, size in elements), mul, initial=1)
+    return all(stride == one for (stride, _), one in zip(elements, expected, strict=False))
 
 
 class Region:
@@ -280,13 +278,9 @@ class SavedView:
         self._alias = _alias_without_memory(saved)
         self._wrap: Callable[[torch.Tensor], torch.Tensor] | None = None
         if isinstance(saved, DTensor):
-            self._wrap = partial(
-                dtensor_of,
-                device_mesh=saved.device_mesh,
-                placements=saved.placements,
-                shape=tuple(saved.shape),
-                stride=tuple(saved.stride()),
-            )
+            mesh, placements, stride = saved.device_mesh, saved.placements, tuple(saved.stride())
+            shape = tuple(saved.shape)
+            self._wrap = lambda local: dtensor_of(local, mesh, placements, shape, stride=stride)
         region.views.add(id(self))
 
     def __call__(self) -> torch.Tensor:
