@@ -35,10 +35,8 @@ Undo = Callable[[], None]
 
 
 def _restoring(root: nn.Module) -> Undo:
-    """A function that restores the present attributes of a module and of all modules inside it.
-
-    Tensors are not copied. The dicts stay the same objects: handles of hooks point to them.
-    """
+    """A function that restores the present attributes of a module and of all modules inside it, not
+    the values of tensors. The dicts stay the same objects: handles of hooks point to them."""
     own = [vars(module) for module in root.modules()]
     inner = [value for one in own for value in one.values() if isinstance(value, dict)]
     contents = [(table, dict(table)) for table in (*own, *inner)]
@@ -284,10 +282,8 @@ def _like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 
 def _output_changes(root: nn.Module, resolved: Resolved) -> list[tuple[str, Change]]:
-    """The modules whose outputs change, also those made by Sharders, and how.
-
-    First outputs are resharded, then they become local.
-    """
+    """The modules whose outputs change, also those made by Sharders: first they are resharded, then
+    they become local."""
     outputs = resolve_modules(root, resolved.outputs)
     local = resolve_modules(root, dict.fromkeys(resolved.local))
     reshard = ShardedTensor.resharded

@@ -21,12 +21,7 @@ from reshard.text import quoted
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A name under which a module holds a tensor, as a parameter or as a buffer.
-
-    >>> slot = find_slot(nn.Sequential(nn.Linear(2, 3)), "0.bias")
-    >>> slot.name, tuple(slot.tensor.shape), slot.is_parameter
-    ('bias', (3,), True)
-    """
+    """A name under which a module holds a tensor, as a parameter or as a buffer."""
 
     module: nn.Module
     name: str
@@ -50,11 +45,7 @@ class Slot:
 
 
 def find_module(root: nn.Module, path: str) -> nn.Module:
-    """The module that a path names; "" is the root.
-
-    >>> find_module(nn.Sequential(nn.ReLU(), nn.Tanh()), "1")
-    Tanh()
-    """
+    """The module that a path names; "" is the root."""
     module, parts = root, path.split(".") if path else []
     for depth, part in enumerate(parts):
         # Also a module that an attribute or a property of the module returns.
@@ -86,13 +77,7 @@ def find_slot(root: nn.Module, path: str) -> Slot:
 
 
 def holders(root: nn.Module) -> dict[int, tuple[Slot, ...]]:
-    """All slots by the id of their tensor; a tied parameter has several.
-
-    >>> pair = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    >>> pair[1].weight = pair[0].weight
-    >>> [len(slots) for slots in holders(pair).values()]
-    [2, 1, 1]
-    """
+    """All slots by the id of their tensor; a tied parameter has several."""
     slots: dict[int, tuple[Slot, ...]] = {}
     for module in root.modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):

@@ -261,10 +261,8 @@ class ShardingPlan:
         warn_unmatched(self.resolve(module).unmatched)
 
     def resolve(self, module: nn.Module) -> Resolved:
-        """The plan with every pattern replaced by the paths that it matches in this module.
-
-        Raises the first error, with the others as notes.
-        """
+        """The plan with every pattern replaced by the paths that it matches in this module; raises
+        as `validate` does."""
         plan, outputs, local = self.plan, self.output_plan or {}, self.return_local_tensor or ()
         resolver = _Resolver(module)
         resolver.errors += _wrong_values(plan, outputs, local)

@@ -10,16 +10,14 @@ goes through an `Agreement`:
     saving.check_equal({"path": path, "format": name})  # or a DisagreementError on all ranks
     names = saving.gather(list(state_dict))             # {rank: value}
 
-Values are those of JSON: numbers, texts, None, lists, dicts (a tuple arrives as a list). Ranks of
-one host exchange them through shared memory (`reshard.live.gather`); ranks of several hosts as live
-moves of one row of bytes per rank, two if a value is long. Both have the guarantees of `rs.move`: a
-wait is bounded by the timeout, and the error names the rank that is late or dead; the next call
-works again. Nothing that arrives is executed, and no value may be longer than `MAX_BYTES`. The
-bytes go through connections of the engine, and the group only carries their addresses: a group of
-NCCL needs no backend for CPUs, on one host or on several.
-
 Each method is collective: all ranks of the group call the same methods in the same order. Without a
 process group, or in one of a single rank, nothing is sent.
+
+Values are those of JSON (a tuple arrives as a list). Ranks of one host exchange them through shared
+memory (`reshard.live.gather`); ranks of several hosts as live moves of one row of bytes per rank,
+two if a value is long. Both have the guarantees of `rs.move`. Nothing that arrives is executed, and
+no value may be longer than `MAX_BYTES`. The group only carries addresses: a group of NCCL needs no
+backend for CPUs.
 """
 
 from __future__ import annotations
@@ -103,10 +101,8 @@ class Agreement:
         return self.rank == self.ranks[0]
 
     def gather(self, value: Any) -> dict[int, Any]:
-        """The values of all ranks, by rank in the order of the group.
-
-        Ranks that gave the same value share one object here: do not modify it.
-        """
+        """The values of all ranks, in the order of the group. Equal values are one object: do not
+        modify it."""
         if len(self.ranks) == 1:
             return {self.rank: value}
         return self._gather(json.dumps(value))

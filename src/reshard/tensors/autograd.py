@@ -28,10 +28,8 @@ T = TypeVar("T")
 
 
 def gradient_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options of a move, for the moves of its gradients, which belong to autograd.
-
-    A donated gradient would be freed, and other tensors may have the same one.
-    """
+    """The options of a move for that of its gradient, which is not donated: autograd may use it for
+    other tensors too."""
     return {name: value for name, value in options.items() if name != "donate"}
 
 
@@ -88,10 +86,7 @@ class Backward:
         return result
 
     def _sum_boxes(self, gradient: Tensor | None, device: torch.device) -> Tensor | None:
-        """The sums of the boxes that this rank is the first to hold, not rounded yet.
-
-        None if there are none.
-        """
+        """The sums, not rounded yet, of the boxes that this rank is the first to hold, if any."""
         rank, move = dist.get_rank(), self.move
         own = [boxes.get(rank, ()) for boxes in move.spread.holding]
         total, later = None, {}

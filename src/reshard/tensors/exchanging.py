@@ -75,6 +75,8 @@ def _write(side: str, specs: Specs) -> str:
     for name, spec in specs.items():
         if not isinstance(spec, TensorSpec):
             raise TensorError(f"{side}[{quoted(name)}] is a {type(spec).__name__}: {GIVE}")
+        if not isinstance(name, str):
+            raise TensorError(f"the name {name!r} in {side}= is a {type(name).__name__}: {GIVE}")
         try:
             spec.layout.dims(spec.shape)
         except ReshardError as error:
@@ -101,10 +103,8 @@ def specs_to_text(specs: Specs) -> str:
 
 
 def specs_from_texts(texts: Mapping[int, str]) -> dict[int, dict[str, TensorSpec]]:
-    """Read what ranks wrote with `specs_to_text`; any other text raises a FormatError.
-
-    Equal texts are read once. Equal specs become one object, so that merging is quick.
-    """
+    """Read what ranks wrote with `specs_to_text`; any other text raises a FormatError. Equal specs
+    become one object, so that merging is quick."""
     layout_from, spec_from = cache(Layout.from_json), cache(_checked_spec)
     read = {text: _read(text, layout_from, spec_from) for text in set(texts.values())}
     return {rank: read[text] for rank, text in texts.items()}
@@ -304,10 +304,8 @@ REPLICA = "replica"
 
 
 def _in_words(layouts: Sequence[Layout], meshes: Iterable[Mesh]) -> Layout | None:
-    """One layout in words, on one of the given meshes if it has these sub-meshes; else None.
-
-    The layouts must be whole, or the same words on sub-meshes that have no rank in common.
-    """
+    """One layout in words, on one of these meshes if it has the sub-meshes; None unless all are
+    whole, or the same words on sub-meshes that have no rank in common."""
     if len(layouts) == 1:
         return layouts[0]
     ranks = _ranks(layouts)
@@ -331,7 +329,14 @@ def _in_words(layouts: Sequence[Layout], meshes: Iterable[Mesh]) -> Layout | Non
 def _in_boxes(layouts: Sequence[Layout], shape: tuple[int, ...]) -> Layout | None:
     """A layout of all boxes; None if a local tensor is not the concatenation of its boxes."""
     by_rank = {rank: layout for layout in layouts for rank in holders(layout)}
-    boxes = {rank: _boxes(layout, rank, shape) for rank, layout in by_rank.items()}
+    boxes: dict[int, Sequence[Box]] = {}
+    for rank, layout in by_rank.items():
+        boxes[rank] = [piece.box for piece in layout.pieces(rank, shape)]
+        local = layout.local_shape(rank, shape)
+        if isinstance(layout, BoxLayout):
+            boxes[rank] = layout.boxes[rank]
+        elif not boxes[rank] and len(local) == len(shape):  # an empty one keeps its local shape
+            boxes[rank] = [Box((0,) * len(shape), local)]
     union = Layout.from_boxes(shape, boxes)
     fits = all(holds_alike(layout, union, rank, shape) for rank, layout in by_rank.items())
     return union if fits else None
@@ -373,14 +378,3 @@ def _stacked(subs: Sequence[Mesh]) -> Mesh:
         if at == 0 or bool((np.diff(ranks) > 0).all()):
             break
     return Mesh(ranks=ranks.tolist(), **dict([*axes[:at], (name, len(subs)), *axes[at:]]))
-
-
-def _boxes(layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[Box, ...]:
-    """A rank's boxes in the order of its local tensor; an empty one keeps its local shape."""
-    if isinstance(layout, BoxLayout):
-        return layout.boxes[rank]
-    boxes = tuple(piece.box for piece in layout.pieces(rank, shape))
-    local = layout.local_shape(rank, shape)
-    if boxes or len(local) != len(shape):
-        return boxes
-    return (Box((0,) * len(shape), local),)

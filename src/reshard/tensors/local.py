@@ -55,11 +55,7 @@ def layout_of(tensor: torch.Tensor) -> Layout:
 
 @lru_cache(maxsize=64)
 def whole_on(ranks: tuple[int, ...]) -> Layout:
-    """The whole tensor on each of these ranks.
-
-    >>> whole_on((3, 5))
-    Layout(Mesh(rank=2, ranks=range(3, 6, 2)), '...')
-    """
+    """The whole tensor on each of these ranks."""
     return Layout(Mesh(rank=len(ranks), ranks=ranks), "...")
 
 
@@ -163,8 +159,7 @@ def check_matches(tensor: torch.Tensor, planned: TensorSpec, name: str, is_sourc
     """Refuse a DTensor or ShardedTensor whose layout is not the planned one on some rank.
 
     A tensor on a sub-mesh does not know of its replicas, so the plan may have more ranks. Of a
-    source it may also have fewer: a replica that it does not have is not read. Shape and dtype of
-    plain tensors are checked where they are moved.
+    source it may also have fewer: other replicas are not read. The engine checks plain tensors.
     """
     if not has_layout(tensor):
         return

@@ -32,7 +32,6 @@ from reshard.tensors.kinds import (
     not_compiled,
 )
 from reshard.tensors.local import (
-    Destination,
     check_dense,
     check_matches,
     destination_of,
@@ -224,7 +223,7 @@ class Request(NamedTuple):
         return target[0] is mesh or bool(target[0] == mesh)
 
     def check(self) -> Any:
-        """The destination; refuses one that cannot be understood, and such settings."""
+        """The destination; refuses one that cannot be understood, and settings that do not work."""
         target = self.target
         if target is None or (self.want is not None and self.to is not None):
             raise TensorError("a move needs one destination: give want=layout, or to=")
@@ -236,17 +235,11 @@ class Request(NamedTuple):
             raise TensorError(f'grad="{self.grad}": it is "sum" or "replicated"')
         if self.async_op is not False and self.async_op is not True:
             raise TensorError(f"async_op={_show(self.async_op)}: give True or False")
-        return target
-
-    def check_dtypes(self, is_on_own_mesh: bool) -> None:
-        """Refuse what is no dtype, and what only a DTensor on its own mesh has."""
         for name in ("forward_dtype", "backward_dtype"):
             kind = getattr(self, name)
-            if kind is None:
-                continue
-            if not isinstance(kind, torch.dtype):
+            if kind is not None and not isinstance(kind, torch.dtype):
                 raise TensorError(f"{name}={_show(kind)}: give a dtype, as torch.bfloat16")
-            if not is_on_own_mesh:
+            if kind is not None and not self.is_on_own_mesh():
                 raise TensorError(
                     f"{name}={kind} is for a DTensor that gets other placements on its own mesh: "
                     "give cast_to= for the dtype of the result"
@@ -255,6 +248,7 @@ class Request(NamedTuple):
             raise TensorError(
                 "cast_to= and forward_dtype= both set the dtype of the result: give one of them"
             )
+        return target
 
 
 num_modes = torch._C._len_torch_dispatch_stack
@@ -281,81 +275,59 @@ def _repeat_or_move(ticket: Ticket, tensor: DTensor, to: OnMesh) -> Any:
 
 
 def _move(ticket: Ticket, request: Request) -> Any:
-    target, on_own_mesh = request.check(), request.is_on_own_mesh()
-    request.check_dtypes(on_own_mesh)
-    memory = USUAL_MEMORY if request.memory is None else parse_bytes(request.memory)
-    cast = None if request.cast_to is None else canonical_dtype(request.cast_to)
-    if on_own_mesh:
-        return _redistribute(ticket, request, memory, cast)
-    have, shape, dtype = _source(request)
-    want = target if isinstance(target, Layout) else _layout_on_mesh(target, shape)
-    one = move_between(have, want, shape, dtype, cast, memory)
-    destination = None if request.into is None else _destination(request.into, one)
-    into = None if destination is None else destination.local
-    if isinstance(target, Layout):
-        source = _local_source(request.tensor)
-        moved = one.run(ticket, *source, into, request.device, request.grad, request.options)
+    tensor, into = request.tensor, request.into
+    one, how = _prepare(ticket, request, request.check())
+    destination = None
+    if into is not None:
+        if not isinstance(into, torch.Tensor):
+            raise TensorError(f"into= is {_show(into)}: give a tensor")
+        check_matches(into, one.plan.want[ONE], ONE, is_source=False)
+        destination = destination_of(into)
+    memory = None if destination is None else destination.local
+    if how is None:
+        local, leaf = _local_source(tensor)
+        moved = one.run(ticket, local, leaf, memory, request.device, request.grad, request.options)
+    elif is_dtensor(tensor) and tensor.device_mesh == how.mesh:
+        moved = _dtensors.redistribute(ticket, tensor, how, memory)
+        if request.have is None and into is None and not moved.requires_grad:
+            _dtensors.remember(tensor, request.target[1], how, moved)
     else:
-        moved = _move_to_mesh(ticket, request, one, into)
+        local, leaf = _local_source(tensor)
+        device = request.device or how.mesh.device_type
+        # Replicas of a DTensor have one gradient.
+        local = one.run(ticket, local, leaf, memory, device, "replicated", request.options)
+        moved = _dtensors.wrap_moved(local, how, tensor.stride() if is_dtensor(tensor) else None)
     if destination is None:
         return moved
     destination.complete()
-    return request.into
+    return into
 
 
-def _redistribute(ticket: Ticket, request: Request, memory: int, cast: str | None) -> Any:
-    """Give a DTensor other placements on its mesh."""
+def _prepare(ticket: Ticket, request: Request, target: Any) -> tuple[TensorMove, Any]:
+    """The move between layouts, and the `Redistribution` that has it if a DTensor comes out."""
+    memory = USUAL_MEMORY if request.memory is None else parse_bytes(request.memory)
+    cast = None if request.cast_to is None else canonical_dtype(request.cast_to)
+    if isinstance(target, Layout):
+        have, shape, dtype = _source(request)
+        return move_between(have, target, shape, dtype, cast, memory), None
     module, tensor = _redistribution(), request.tensor
-    _check_shape(tuple(tensor.shape), request.shape)
-    settings = module.Settings(memory, ticket.group, request.options, request.backward_dtype)
-    (mesh, placements), sent = request.target, request.forward_dtype
-    want = module.placed_on(mesh, placements, tensor.shape)
-    how = module.redistribution(tensor, mesh, want, settings, cast, sent)
-    if request.into is None:
-        moved = module.redistribute(ticket, tensor, how)
-        if not moved.requires_grad:
-            module.remember(tensor, placements, how, moved)
-        return moved
-    if not how.is_plain:
-        text = f"to {list(want.placements)} the result is computed from what was moved"
-        raise TensorError(f"{text}: leave out into=")
-    destination = _destination(request.into, how.move)
-    module.redistribute(ticket, tensor, how, destination.local)
-    destination.complete()
-    return request.into
-
-
-def _move_to_mesh(
-    ticket: Ticket, request: Request, one: TensorMove, into: torch.Tensor | None
-) -> Any:
-    """A DTensor on a mesh, from another mesh or from replicas that ``have`` names."""
-    module, tensor, (mesh, placements) = _redistribution(), request.tensor, request.target
-    want = module.placed_on(mesh, placements, one.shape)
-    settings = module.Settings(one.memory, ticket.group, request.options)
-    how = module.Redistribution(one, mesh, want, settings)
-    if is_dtensor(tensor) and tensor.device_mesh == mesh:
-        return module.redistribute(ticket, tensor, how, into)
-    device = request.device or mesh.device_type
-    # Replicas of a DTensor have one gradient.
-    source = _local_source(tensor)
-    local = one.run(ticket, *source, into, device, "replicated", request.options)
-    return module.wrap_moved(local, how, tensor.stride() if is_dtensor(tensor) else None)
-
-
-def _layout_on_mesh(target: OnMesh, shape: tuple[int, ...]) -> Layout:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    if len(target) != 2 or not isinstance(target[0], DeviceMesh):
+    if len(target) != 2 or not isinstance(target[0], module.DeviceMesh):
         raise TensorError(f"{_show(target)} is no destination: {DESTINATIONS}")
-    layout: Layout = _redistribution().layout_from(target[0], target[1], shape)
-    return layout
-
-
-def _destination(into: torch.Tensor, one: TensorMove) -> Destination:
-    if not isinstance(into, torch.Tensor):
-        raise TensorError(f"into= is {_show(into)}: give a tensor")
-    check_matches(into, one.plan.want[ONE], ONE, is_source=False)
-    return destination_of(into)
+    mesh, placements = target
+    settings = module.Settings(memory, ticket.group, request.options, request.backward_dtype)
+    if not request.is_on_own_mesh():
+        have, shape, dtype = _source(request)
+        want = module.layout_from(mesh, placements, shape)
+        one = move_between(have, want, shape, dtype, cast, memory)
+        placed = module.placed_on(mesh, placements, shape)
+        return one, module.Redistribution(one, mesh, placed, settings)
+    _check_shape(tuple(tensor.shape), request.shape)
+    placed = module.placed_on(mesh, placements, tensor.shape)
+    how = module.redistribution(tensor, mesh, placed, settings, cast, request.forward_dtype)
+    if request.into is not None and not how.is_plain:
+        text = f"to {list(placed.placements)} the result is computed from what was moved"
+        raise TensorError(f"{text}: leave out into=")
+    return how.move, how
 
 
 def _source(request: Request) -> tuple[Layout, tuple[int, ...], str]:
@@ -396,7 +368,7 @@ def _local_source(tensor: Any) -> tuple[torch.Tensor | None, torch.Tensor | None
         local, leaf = tensor._for_move()
         return local, leaf
     if is_dtensor(tensor) and tensor.requires_grad and torch.is_grad_enabled():
-        return _redistribution().differentiable_local(tensor), None
+        return _redistribution().dtensor_local(tensor, has_grad=True), None
     return local_of(tensor) if has_layout(tensor) else tensor, None
 
 

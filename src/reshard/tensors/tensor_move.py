@@ -1,7 +1,6 @@
 """The move of one tensor from one layout to another, with gradients.
 
-`rs.move` reads its arguments, makes a TensorMove and runs it. TensorMoves are cached by their
-layouts, because training repeats the same moves in every step.
+TensorMoves are cached by their layouts, because training repeats the same moves in every step.
 """
 
 from __future__ import annotations
@@ -111,10 +110,8 @@ class TensorMove:
         grad: Grad = "sum",
         options: Options = NO_OPTIONS,
     ) -> Tensor | None:
-        """Move, and attach the backward if any rank wants gradients.
-
-        A rank without a local tensor may have a leaf that stands for it in backward.
-        """
+        """Move, and attach the backward if any rank wants gradients; a rank without a local tensor
+        may have a leaf that stands for it there."""
         source = leaf if local is None else local
         is_wanted: bool | None = False
         if torch.is_grad_enabled():

@@ -1,9 +1,9 @@
 """How each saved tensor is kept: whole, as a share, or on the host; the budget; and the hooks.
 
-Tensors that are identical on all ranks can be kept as shares. That is a collective decision, so it
-depends only on what all ranks know. In the first forward the total is still unknown, so all of them
-become shares. When backward begins, ranks exchange how much rank-local memory they keep, and from
-then on the newest replicated tensors stay whole, as many as fit:
+Whether a tensor that is identical on all ranks becomes a share is a collective decision, so it
+depends only on what all ranks know. In the first forward the total is still unknown, and all of
+them become shares. When backward begins, ranks exchange how much rank-local memory they keep, and
+from then on the newest replicated tensors stay whole, as many as fit:
 
     budget 12, 4 ranks, replicated tensors of size 4, at most 2 rank-local on any rank
     first forward    1 1 1 1    + 2, and headroom to restore two: 4 + 4    14 is too much: an error
@@ -74,13 +74,12 @@ class Policy:
     def pack(
         self, saved: torch.Tensor, inputs: ReplicatedInputs, label: str, call: int
     ) -> SavedView | None:
-        """Keep a saved tensor in a region, or return None if it stays as it is.
-
-        Regions are shared within one call only: later the same memory may hold other values.
-        """
+        """Keep a saved tensor in a region; None if it stays as it is."""
         local = wait_ready(saved._local_tensor) if isinstance(saved, DTensor) else saved
         num_ranks = len(self.restorer.ranks)
-        if not is_plain(local) or local.nbytes < self._min_bytes or local.numel() < num_ranks:
+        if num_ranks == 1 or not is_plain(local):
+            return None
+        if local.nbytes < self._min_bytes or local.numel() < num_ranks:
             return None
         source = inputs.find(saved, local)
         is_replicated = source is not None
@@ -89,6 +88,7 @@ class Policy:
                 return None
             source = TensorLocation.of(local, f"saved {list(saved.shape)}")
         gaps = None if source.is_dense else source.elements
+        # Only within one call: later the same memory may hold other values.
         key = (source.address, source.start, source.stop, gaps, local._version, call)
         with self._lock:
             region = self._regions.get(key)
@@ -195,10 +195,8 @@ class Budget:
         return False
 
     def plan(self, rank_local: int, is_same: bool) -> None:
-        """Choose what stays whole in the next forward, with the most rank-local bytes of any rank.
-
-        If ranks have not saved the same sizes, everything becomes a share again.
-        """
+        """Choose what stays whole in the next forward, with the most rank-local bytes of any rank;
+        nothing if ranks have not saved the same sizes."""
         self.has_planned, self.is_first_forward = True, False
         whole = choose_whole(self._sizes, self._shares, rank_local, self.limit)
         self._plan = tuple(zip(self._sizes, whole, strict=True)) if is_same else ()
@@ -253,8 +251,7 @@ def _unpack(packed: Packed) -> torch.Tensor:
 class _Active(threading.local):
     """The hooks that a thread has entered, the innermost last."""
 
-    def __init__(self) -> None:
-        self.stack: list[SavedTensorHooks] = []
+    stack: tuple[SavedTensorHooks, ...] = ()
 
 
 _active = _Active()
@@ -262,12 +259,8 @@ _calls = count(1)
 
 
 class SavedTensorHooks:
-    """Applies a policy to the tensors that autograd saves inside a with statement.
-
-    with SavedTensorHooks(policy, inputs, "layers.0.mlp") as hooks:
-        out = forward(x)
-    hooks.finish()
-    """
+    """Applies a policy to the tensors that autograd saves inside a with statement; call `finish`
+    after it."""
 
     def __init__(
         self, policy: Policy, inputs: ReplicatedInputs, label: str, check: bool = False
@@ -293,23 +286,21 @@ class SavedTensorHooks:
         is_checkpointing = pack is not None and pack.__module__ == torch.utils.checkpoint.__name__
         self._is_checkpointed = is_checkpointing or bool(outer and outer._is_checkpointed)
         self._hooks.__enter__()
-        _active.stack.append(self)
+        _active.stack = (*_active.stack, self)
         return self
 
     @not_compiled
     def __exit__(self, *error: object) -> None:
-        _active.stack.remove(self)
+        _active.stack = tuple(one for one in _active.stack if one is not self)
         self._hooks.__exit__(*error)
 
     @not_compiled
     def finish(self) -> bool:
-        """After forward, raise if a budget is too small or checksums differ between ranks.
-
-        Returns whether checksums were compared.
-        """
+        """After forward, raise if a budget is too small or checksums differ between ranks; returns
+        whether checksums were compared."""
         if self._is_checkpointed or torch._C._current_graph_task_id() != -1:
             return False
-        if self._call and not _active.stack:
+        if not _active.stack:
             self._policy.after_forward()
         if not self._checksums:
             return False

@@ -189,10 +189,8 @@ class Region:
 
     @property
     def identity(self) -> list[int]:
-        """Numbers that are the same on all ranks and differ between regions.
-
-        A sample of the bytes is included, because threads may number regions in any order.
-        """
+        """Numbers that are equal on all ranks and differ between regions. With a sample of the
+        bytes, because threads may number regions in any order."""
         assert self._sample is not None  # only shares are compared
         return [self.number, *self._sample.tolist()]
 
@@ -310,14 +308,7 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def _alias_without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that shares the version counter of another one, but not its memory.
-
-    >>> x = torch.zeros(3)
-    >>> alias = _alias_without_memory(x)
-    >>> _ = x.add_(1)
-    >>> alias.numel(), alias._version == x._version
-    (0, True)
-    """
+    """A tensor that shares the version counter of another one, but not its memory."""
     alias = tensor.detach()
     empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
     if isinstance(alias, DTensor):

@@ -10,7 +10,8 @@ computes for itself, even where it shares a storage with an input.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -62,7 +63,7 @@ def mark_replicated(tensor: torch.Tensor, label: str = "a marked tensor") -> tor
 class Parameters:
     """The storages of all parameters and buffers of a model: these are never kept as shares."""
 
-    def __init__(self, model: nn.Module | None) -> None:
+    def __init__(self, model: nn.Module | None = None) -> None:
         self._model = None if model is None else ref(model)
         self._addresses: set[int | None] = set()
         self._num_lookups = 0
@@ -95,12 +96,13 @@ class ReplicatedInputs:
 
     def __init__(
         self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
         ranks: tuple[int, ...],
-        parameters: Parameters,
+        args: Iterable[Any],
+        kwargs: Mapping[str, Any] = MappingProxyType({}),
+        parameters: Parameters | None = None,
     ) -> None:
-        self._ranks, self.parameters = ranks, parameters
+        self._ranks = ranks
+        self.parameters = parameters = parameters or Parameters()
         self._inputs: dict[int, list[TensorLocation]] = {}
         for name, value in (*enumerate(args), *kwargs.items()):
             for leaf in tree_leaves(value):
@@ -109,10 +111,8 @@ class ReplicatedInputs:
                     self._inputs.setdefault(location.address, []).append(location)
 
     def find(self, saved: torch.Tensor, local: torch.Tensor) -> TensorLocation | None:
-        """The memory that is the same on all ranks and that a saved tensor is a view of, if any.
-
-        For a DTensor that is its local tensor.
-        """
+        """The memory, identical on all ranks, that a saved tensor is a view of; None if it is not.
+        ``local`` is the tensor itself, or the local tensor of a DTensor."""
         if isinstance(saved, DTensor):
             axis = mesh_axis(saved.device_mesh, self._ranks)
             is_same = axis is not None and saved.placements[axis].is_replicate()

@@ -96,11 +96,10 @@ class Restorer:
             whole = region.whole
             assert whole is not None
             # Only the last regions that were read stay restored.
-            self._whole = [one for one in self._whole if one is not region] + [region]
-            older = self._whole[: -2 if headroom is None else -1]
-            for one in older:
-                one.whole = None
-            del self._whole[: len(older)]
+            read = [one for one in self._whole if one is not region] + [region]
+            self._whole = read[-2 if headroom is None else -1 :]
+            for older in read[: -len(self._whole)]:
+                older.whole = None
             return whole
 
     def gather(self, values: Sequence[Any], timeout: float) -> list[Any]:
@@ -123,22 +122,31 @@ class Restorer:
         expected = [one.number for one in following]
         numbers = identities + expected + [0] * (MAX_BATCH - len(expected))
         names = tuple(f"{number}: {one.label}" for number, one in enumerate(regions))
-        plan = self.plan_for(names, tuple((one.num_bytes, one.unit) for one in regions))
+        gather = self.plan_for(names, tuple((one.num_bytes, one.unit) for one in regions))
         device = regions[0].device
         tensors = {name: one.memory for name, one in zip(names, regions, strict=True)}
-        tensors[NUMBERS] = torch.tensor(numbers, dtype=torch.int64, device=device)
+        tensors[NUMBERS] = torch.tensor([numbers], dtype=torch.int64, device=device)
         options: Any = {"group": self.group, "device": device, "timeout": timeout}
         if ahead:
-            wait = plan.start(tensors, **options).wait
+            wait = gather.start(tensors, **options).wait
         else:
-            wait = partial(dict, plan.run(tensors, **options))
+            wait = partial(dict, gather.run(tensors, **options))
 
         def complete() -> None:
             """Wait for the regions, and for what all ranks expect next."""
             self._in_flight, self._prefetched = None, regions
             moved = wait()
-            by_rank = moved[NUMBERS].view(len(self.ranks), -1).tolist()
-            self._check_same(regions, [numbers[: len(identities)] for numbers in by_rank])
+            by_rank = moved[NUMBERS].tolist()
+            asked = [numbers[: len(identities)] for numbers in by_rank]
+            pairs = zip(self.ranks, asked, strict=True)
+            different = [rank for rank, numbers in pairs if numbers != asked[0]]
+            if different:
+                raise DisagreementError(
+                    "ranks ask for different tensors, or for one that is not the same on all "
+                    f'ranks, beginning with "{regions[0].label}": ranks {different} differ from '
+                    f"rank {self.ranks[0]}; all ranks must have the same inputs, and run backward "
+                    "through the same graphs in the same order, in one thread"
+                )
             for region, name in zip(regions, names, strict=True):
                 # Views that were freed in the meantime do not need it any more.
                 region.whole = moved[name] if region.views else None
@@ -148,23 +156,22 @@ class Restorer:
         return complete
 
     def plan_for(self, names: tuple[str, ...], sizes: tuple[tuple[int, int], ...]) -> Plan:
-        """The plan that gathers regions of these names, sizes and units, and what ranks expect."""
-        plan = self._plans.get((names, sizes))
-        if plan is None:
-            plan = _gather_plan(self.ranks, names, sizes)
-            plan = self._plans.put((names, sizes), plan, plan_bytes(plan))
-        return plan
-
-    def _check_same(self, regions: list[Region], asked: list[list[int]]) -> None:
-        pairs = zip(self.ranks, asked, strict=True)
-        different = [rank for rank, numbers in pairs if numbers != asked[0]]
-        if different:
-            raise DisagreementError(
-                "ranks ask for different tensors, or for one that is not the same on all ranks, "
-                f'beginning with "{regions[0].label}": ranks {different} differ from rank '
-                f"{self.ranks[0]}; all ranks must have the same inputs, and run backward through "
-                "the same graphs in the same order, in one thread"
-            )
+        """The plan that gathers the shares of regions of these names, and sizes and units."""
+        known = self._plans.get((names, sizes))
+        if known is not None:
+            return known
+        mesh = Mesh(tp=len(self.ranks), ranks=self.ranks)
+        have, want = {}, {}
+        for name, (size, unit) in zip(names, sizes, strict=True):
+            shares = Layout(mesh, f"tp*{unit}" if unit > 1 else "tp")
+            have[name] = TensorSpec((size,), "uint8", shares)
+            want[name] = TensorSpec((size,), "uint8", Layout(mesh, "-"))
+        # The number and the sample of each region, and the regions that are expected next.
+        count = len(names) * (1 + NUM_SAMPLES // 8) + MAX_BATCH
+        have[NUMBERS] = TensorSpec((len(self.ranks), count), "int64", Layout(mesh, "tp -"))
+        want[NUMBERS] = TensorSpec((len(self.ranks), count), "int64", Layout(mesh, "- -"))
+        gather = plan(have, want)
+        return self._plans.put((names, sizes), gather, plan_bytes(gather))
 
     @contextmanager
     def _reset_on_failure(self) -> Iterator[None]:
@@ -221,23 +228,6 @@ class _ReadOrder:
             batch.append(following)
             last = following
         return batch
-
-
-def _gather_plan(
-    ranks: tuple[int, ...], names: tuple[str, ...], sizes: tuple[tuple[int, int], ...]
-) -> Plan:
-    """The plan of an exchange: from a share on each rank to the whole on all."""
-    mesh = Mesh(tp=len(ranks), ranks=ranks)
-    have, want = {}, {}
-    for name, (size, unit) in zip(names, sizes, strict=True):
-        shares = Layout(mesh, f"tp*{unit}" if unit > 1 else "tp")
-        have[name] = TensorSpec((size,), "uint8", shares)
-        want[name] = TensorSpec((size,), "uint8", Layout(mesh, "-"))
-    # The number and the sample of each region, and the regions that are expected next.
-    shape = (len(ranks) * (len(names) * (1 + NUM_SAMPLES // 8) + MAX_BATCH),)
-    have[NUMBERS] = TensorSpec(shape, "int64", Layout(mesh, "tp"))
-    want[NUMBERS] = TensorSpec(shape, "int64", Layout(mesh, "-"))
-    return plan(have, want)
 
 
 _restorers: weakref.WeakKeyDictionary[dist.ProcessGroup, Restorer] = weakref.WeakKeyDictionary()

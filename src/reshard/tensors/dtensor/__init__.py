@@ -2,7 +2,6 @@
 
 placements      meshes and placements as meshes and layouts, and back
 wrapping        the layout and local tensor of a DTensor; DTensors made from local tensors
-reductions      pending reductions that a layout cannot express, as local work around a move
-boxes           placements that no words of a layout express, as lists of boxes
+inexpressible   what words of a layout cannot express: local work around a move, moves of boxes
 redistribution  moves to other placements, with gradients; repeated moves with one look-up
 """

@@ -95,11 +95,10 @@ def layout_from(
 def placed_on(
     device_mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> Placed:
-    return Placed(mesh_of(device_mesh), positive_dims(placements, shape))
-
-
-def positive_dims(placements: Sequence[Placement], shape: Sequence[int]) -> tuple[Placement, ...]:
-    """The placements with dims counted from the front."""
+    """Placements on a mesh, their dims counted from the front."""
+    if not isinstance(placements, Sequence):
+        kind = type(placements).__name__
+        raise LayoutError(f"placements are a {kind}: give one per axis, as [Shard(0), Replicate()]")
     positive = []
     for placement in placements:
         if isinstance(placement, Shard | _StridedShard) and placement.dim < 0:
@@ -107,7 +106,7 @@ def positive_dims(placements: Sequence[Placement], shape: Sequence[int]) -> tupl
             factor = getattr(placement, "split_factor", None)
             placement = _StridedShard(dim, split_factor=factor) if factor else Shard(dim)
         positive.append(placement)
-    return tuple(positive)
+    return Placed(mesh_of(device_mesh), tuple(positive))
 
 
 class Placed(NamedTuple):
@@ -131,10 +130,8 @@ class Placed(NamedTuple):
         return layout
 
     def cuts(self, shape: Sequence[int], ranks: Sequence[int]) -> list[Cuts]:
-        """How each dim is sharded: in plain chunks, or as torch does it.
-
-        There each placement shards what the one before left on these ranks.
-        """
+        """How each dim is sharded: in plain chunks, or as torch does it, where each placement
+        shards what the one before left."""
         names, nesting = tuple(self.mesh.axes), self.nesting()
         if nesting is not None:
             chunked = (nesting.get(dim, ()) for dim in range(len(shape)))

@@ -4,8 +4,8 @@ A gradient of a DTensor has its own placements, so no assumption is needed: the 
 to the placements of the source. If the source had a pending reduction of any kind, the gradient is
 that of the reduced value, and replicated.
 
-Training repeats the same moves in every step. The specs of source and destination, and the move
-between them, are cached, so that a repeated move costs one look-up besides the exchange.
+The specs of source and destination, and the move between them, are cached: a move that training
+repeats costs one look-up besides the exchange.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from reshard.dtypes import canonical_dtype
@@ -30,23 +31,19 @@ from reshard.live.inputs.request import Options, options_from
 from reshard.live.session.session import Ticket
 from reshard.planning.plans import ONE
 from reshard.tensors.autograd import gradient_options, linear
-from reshard.tensors.dtensor.boxes import BoxMove, box_move
+from reshard.tensors.dtensor.inexpressible import BoxMove, LocalWork, box_move, work_for
 from reshard.tensors.dtensor.placements import Placed, mesh_of
 from reshard.tensors.dtensor.placements import layout_from as layout_from
 from reshard.tensors.dtensor.placements import placed_on as placed_on
-from reshard.tensors.dtensor.reductions import LocalWork, work_for
 from reshard.tensors.dtensor.wrapping import (
-    SpecFields,
     check_shape_of,
     dtensor_of,
     dtensor_with,
     expected_of,
-    fields_of,
     gradient_placements,
     placed_of,
-    spec_from,
 )
-from reshard.tensors.dtensor.wrapping import differentiable_local as differentiable_local
+from reshard.tensors.dtensor.wrapping import dtensor_local as dtensor_local
 from reshard.tensors.kinds import this_rank, wait_ready
 from reshard.tensors.tensor_move import NO_OPTIONS, USUAL_MEMORY, TensorMove, move_between
 
@@ -121,10 +118,8 @@ def redistribution(
     cast: str | None = None,
     sent: torch.dtype | None = None,
 ) -> Redistribution:
-    """How a DTensor gets other placements on its mesh.
-
-    ``sent`` is a dtype to which it is cast before the move, ``cast`` the one of the result.
-    """
+    """How a DTensor gets other placements on its mesh; ``sent`` is the dtype that is moved,
+    ``cast`` the one of the result, if they are not its own."""
     shape, have = tuple(tensor.shape), placed_of(tensor)
     if want.placements == have.placements:
         want = have  # read in the same way
@@ -144,7 +139,7 @@ def redistribution(
         )
     boxes = None
     try:
-        (layout, expected), moved_shape = expected_of(source, shape), shape
+        (layout, expected), moved_shape = expected_of(source, shape, this_rank()), shape
         layouts, by = (layout, destination.layout(shape)), f'layout "{layout}"'
     except LayoutError:
         boxes = box_move(source, destination, shape)  # raises if anything is wrong with them
@@ -160,7 +155,7 @@ def redistribution(
 def expressible(tensor: DTensor) -> tuple[Placement, ...] | None:
     """The nearest placements that a layout can express; None if those of the tensor are such."""
     try:
-        expected_of(placed_of(tensor), tuple(tensor.shape))
+        expected_of(placed_of(tensor), tuple(tensor.shape), this_rank())
     except LayoutError:
         plain = (Shard, Replicate)
         return tuple(one if isinstance(one, plain) else Replicate() for one in tensor.placements)
@@ -230,10 +225,8 @@ MAX_REPEATED = 1024
 
 
 class _Repeated(NamedTuple):
-    """A move with default settings that was made before, on the mesh of its source.
-
-    All references are weak: this keeps no mesh, process group or plan alive.
-    """
+    """A move with default settings that was made before, on the mesh of its source. References are
+    weak: they keep no mesh, process group or plan alive."""
 
     source: tuple[object, ...]
     """Placements, shape and order of the source."""
@@ -242,7 +235,8 @@ class _Repeated(NamedTuple):
     local_shape: torch.Size
     is_unmoved: bool
     options: Options
-    fields: SpecFields
+    fields: dict[str, Any]
+    """The fields of the result's spec without its mesh."""
 
 
 _repeated: dict[tuple[int, tuple[Placement, ...]], _Repeated] = {}
@@ -250,10 +244,7 @@ _repeated: dict[tuple[int, tuple[Placement, ...]], _Repeated] = {}
 
 
 def repeat(ticket: Ticket, tensor: DTensor, target: OnMesh) -> DTensor | None:
-    """Repeat a move on the mesh of the tensor, without gradients, that `remember` has cached.
-
-    None for any other move.
-    """
+    """Repeat a move that `remember` has cached; None for any other, and if gradients are wanted."""
     spec, local, (mesh, placements) = tensor._spec, tensor._local_tensor, target
     try:
         # The hash of a spec is kept in it; what it is made of is compared below.
@@ -283,8 +274,10 @@ def repeat(ticket: Ticket, tensor: DTensor, target: OnMesh) -> DTensor | None:
             ticket, move.plan, sources, None, options, grad=False, ask_grad=True, resolves=True
         )
         moved = call.run()[ONE]
-    # The same as the constructor of DTensor, without its checks.
-    return DTensor.__new__(DTensor, moved, spec_from(mesh, fields), requires_grad=False)
+    # The same as the constructors of DTensor and its spec, without their checks.
+    new = DTensorSpec.__new__(DTensorSpec)
+    new.__dict__.update(fields, mesh=mesh)
+    return DTensor.__new__(DTensor, moved, new, requires_grad=False)
 
 
 def remember(
@@ -306,7 +299,7 @@ def remember(
     if len(_repeated) >= MAX_REPEATED:
         _repeated.clear()
     source = (spec.placements, spec.tensor_meta, spec.shard_order)
+    fields = {name: value for name, value in vars(moved._spec).items() if name != "mesh"}
     _repeated[hash(spec), tuple(placements)] = _Repeated(
-        source, weakref.ref(how.mesh), weakref.ref(move), local.shape, is_unmoved, options,
-        fields_of(moved._spec),
-    )  # fmt: skip
+        source, weakref.ref(how.mesh), weakref.ref(move), local.shape, is_unmoved, options, fields
+    )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,13 +22,12 @@ from reshard.tensors.dtensor.placements import (
 )
 from reshard.tensors.kinds import this_rank, wait_ready
 
-MAX_SPECS = 256
 MAX_LAYOUT_BYTES = 8 << 20
 """Bytes of layouts that are kept, of which a few list many parts."""
 
 
 def dtensor_layout(tensor: DTensor) -> Layout:
-    layout, expected = expected_of(placed_of(tensor), tuple(tensor.shape))
+    layout, expected = expected_of(placed_of(tensor), tuple(tensor.shape), this_rank())
     check_shape_of(tensor, expected, f'layout "{layout}"')
     return layout
 
@@ -41,9 +38,14 @@ def placed_of(tensor: DTensor) -> Placed:
     return Placed(mesh_of(spec.mesh), spec.placements, getattr(spec, "shard_order", None), nested)
 
 
-def expected_of(placed: Placed, shape: tuple[int, ...]) -> tuple[Layout, tuple[int, ...] | None]:
-    """The layout of placements, and this rank's local shape; None on a rank outside the mesh."""
-    return _expected(placed, shape, this_rank())
+@sized_cache(MAX_LAYOUT_BYTES, lambda result, *_: 2048 + 16 * len(str(result[0])))
+def expected_of(
+    placed: Placed, shape: tuple[int, ...], rank: int
+) -> tuple[Layout, tuple[int, ...] | None]:
+    """The layout of placements, and the local shape of a rank; None if it is outside the mesh."""
+    layout = placed.layout(shape)
+    is_inside = placed.mesh.index(rank) is not None
+    return layout, layout.local_shape(rank, shape) if is_inside else None
 
 
 def check_shape_of(tensor: DTensor, expected: tuple[int, ...] | None, by: str) -> None:
@@ -57,15 +59,6 @@ def check_shape_of(tensor: DTensor, expected: tuple[int, ...] | None, by: str) -
             f"{list(tensor.placements)} on mesh {mesh} give it {expected} of the tensor {shape}, "
             f"as {by}: {_advice(tensor, held)}"
         )
-
-
-@sized_cache(MAX_LAYOUT_BYTES, lambda result, *_: 2048 + 16 * len(str(result[0])))
-def _expected(
-    placed: Placed, shape: tuple[int, ...], rank: int
-) -> tuple[Layout, tuple[int, ...] | None]:
-    layout = placed.layout(shape)
-    is_inside = placed.mesh.index(rank) is not None
-    return layout, layout.local_shape(rank, shape) if is_inside else None
 
 
 def _advice(tensor: DTensor, held: tuple[int, ...]) -> str:
@@ -83,14 +76,17 @@ def _advice(tensor: DTensor, held: tuple[int, ...]) -> str:
     )
 
 
-def dtensor_local(tensor: DTensor) -> torch.Tensor | None:
-    """This rank's local tensor, in the shape of its layout; None on a rank outside the mesh."""
+def dtensor_local(tensor: DTensor, has_grad: bool = False) -> torch.Tensor | None:
+    """This rank's local tensor, in the shape of its layout; None on a rank outside the mesh.
+
+    With ``has_grad`` its gradient flows back to the DTensor.
+    """
     if tensor.device_mesh.get_coordinate() is None:
         return None
-    return _shaped(tensor, wait_ready(tensor._local_tensor))
-
-
-def _shaped(tensor: DTensor, local: torch.Tensor) -> torch.Tensor:
+    local = tensor._local_tensor
+    if has_grad:
+        local = tensor.to_local(grad_placements=gradient_placements(tensor.placements))
+    local = wait_ready(local)
     if local.numel():
         return local  # the shape of an empty one may differ from the layout's
     return local.reshape(dtensor_layout(tensor).local_shape(this_rank(), tuple(tensor.shape)))
@@ -99,14 +95,6 @@ def _shaped(tensor: DTensor, local: torch.Tensor) -> torch.Tensor:
 def gradient_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
     """Placements of a gradient: that of a sum is the same for every addend."""
     return tuple(Replicate() if one.is_partial() else one for one in placements)
-
-
-def differentiable_local(tensor: DTensor) -> torch.Tensor | None:
-    """This rank's local tensor, with its gradients; None on a rank outside the mesh."""
-    if tensor.device_mesh.get_coordinate() is None:
-        return None
-    placements = gradient_placements(tensor.placements)
-    return _shaped(tensor, wait_ready(tensor.to_local(grad_placements=placements)))
 
 
 def dtensor_of(
@@ -125,59 +113,24 @@ def dtensor_of(
     """
     sizes = tuple(shape)
     placed = placed_on(device_mesh, placements, sizes)
-    local = _part(local, device_mesh, *expected_of(placed, sizes), dtype)
+    local = _part(local, device_mesh, *expected_of(placed, sizes, this_rank()), dtype)
     strides = tuple(row_major(sizes) if stride is None else stride)
     if local.requires_grad:
         size = torch.Size(sizes)
         return DTensor.from_local(local, device_mesh, placed.placements, shape=size, stride=strides)
-    # Three times as quick as from_local.
-    spec = _spec(device_mesh, placed.placements, sizes, strides, local.dtype)
+    meta = TensorMeta(torch.Size(sizes), strides, local.dtype)
+    spec = DTensorSpec(device_mesh, placed.placements, tensor_meta=meta)
     return DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def dtensor_with(local: torch.Tensor, mesh: DeviceMesh, placed: Placed, like: DTensor) -> DTensor:
     """Wrap a local tensor with any placements; it has the shape and the stride of another."""
-    spec = _spec(mesh, placed.placements, tuple(like.shape), like.stride(), local.dtype)
+    meta = TensorMeta(like.shape, like.stride(), local.dtype)
+    spec = DTensorSpec(mesh, placed.placements, tensor_meta=meta)
     if not placed.nested and placed.is_strided:
         spec.use_strided_shard_as_shard_order = False
         spec.shard_order = placed.order  # type: ignore[assignment]
     return DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
-
-
-SpecFields = dict[str, Any]
-"""The fields of a DTensorSpec without its mesh, so that they do not keep process groups alive."""
-
-_specs: WeakKeyDictionary[DeviceMesh, dict[tuple[object, ...], SpecFields]] = WeakKeyDictionary()
-"""Specs of results on each mesh, by placements, shape, strides and dtype."""
-
-
-def fields_of(spec: DTensorSpec) -> SpecFields:
-    return {name: value for name, value in spec.__dict__.items() if name != "mesh"}
-
-
-def spec_from(mesh: DeviceMesh, fields: SpecFields) -> DTensorSpec:
-    """A new spec with these fields, because torch may modify it; quicker than the constructor."""
-    spec = DTensorSpec.__new__(DTensorSpec)
-    spec.__dict__.update(fields)
-    spec.__dict__["mesh"] = mesh
-    return spec
-
-
-def _spec(
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    dtype: torch.dtype,
-) -> DTensorSpec:
-    known = _specs.setdefault(mesh, {})
-    key = (placements, shape, stride, dtype)
-    if key not in known:
-        if len(known) >= MAX_SPECS:
-            known.clear()
-        meta = TensorMeta(torch.Size(shape), stride, dtype)
-        known[key] = fields_of(DTensorSpec(mesh, placements, tensor_meta=meta))
-    return spec_from(mesh, known[key])
 
 
 def _part(
