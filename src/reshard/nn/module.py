@@ -178,8 +178,8 @@ def _resolve_on_all_ranks(module: nn.Module, plan: ShardingPlan, agreement: Agre
     def step() -> dict[str, str]:
         for value, kind, name in ((module, nn.Module, "module"), (plan, ShardingPlan, "plan")):
             if not isinstance(value, kind):
-                found = type(value).__name__
-                raise ArgumentTypeError(f"{name} should be a {kind.__name__}, found {found}")
+                other = type(value).__name__
+                raise ArgumentTypeError(f"{name} should be a {kind.__name__}, found {other}")
         own = plan.resolve(module)
         resolved.append(own)
         paths_by_kind = {

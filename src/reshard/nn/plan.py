@@ -85,7 +85,6 @@ class Resolved:
     outputs: Mapping[str, ShardingSpec]
     local: Sequence[str]
     unmatched: tuple[str, ...]
-    """Patterns that match nothing."""
 
 
 def resolve_modules(module: nn.Module, plan: Mapping[str, Value]) -> list[tuple[str, Value]]:
@@ -191,23 +190,19 @@ class _Resolver:
 def _wrong_values(
     plan: Mapping[str, object], outputs: Mapping[str, object], local: Sequence[object]
 ) -> Iterator[Exception]:
-    for path, value in plan.items():
-        if not isinstance(value, ShardingSpec | Sharder):
-            yield ArgumentTypeError(
-                "Only `ShardingSpec` and `Sharder` are supported to shard, "
-                f"{quoted(path)} has {type(value).__name__}"
-            )
-        elif path == "":
-            yield EmptyPathError(
-                "path must not be empty for custom sharder! Nor for a spec: the module itself "
-                "stays, name what is inside it"
-            )
-    for path, value in outputs.items():
-        if not isinstance(value, ShardingSpec):
-            yield ArgumentTypeError(
-                "Only `ShardingSpec` is supported as output_plan, "
-                f"{quoted(path)} has {type(value).__name__}"
-            )
+    for values, kinds, what in (
+        (plan, (ShardingSpec, Sharder), "`ShardingSpec` and `Sharder` are supported to shard"),
+        (outputs, (ShardingSpec,), "`ShardingSpec` is supported as output_plan"),
+    ):
+        for path, value in values.items():
+            if not isinstance(value, kinds):
+                kind = type(value).__name__
+                yield ArgumentTypeError(f"Only {what}, {quoted(path)} has {kind}")
+    if "" in plan:
+        yield EmptyPathError(
+            "path must not be empty for custom sharder! Nor for a spec: the module itself stays, "
+            "name what is inside it"
+        )
     for key in (*plan, *outputs, *local):
         if not isinstance(key, str):
             kind = type(key).__name__
@@ -240,11 +235,11 @@ class ShardingPlan:
         # Copies: the caller may change its own dicts later.
         for name in ("plan", "output_plan"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, Mapping):
+            if isinstance(value, Mapping):
+                object.__setattr__(self, name, dict(value))
+            elif value is not None:
                 kind = type(value).__name__
                 raise ArgumentTypeError(f"{name} is a dict with paths as keys, found {kind}")
-            if value is not None:
-                object.__setattr__(self, name, dict(value))
         paths = self.return_local_tensor
         if isinstance(paths, str):
             raise ArgumentTypeError(

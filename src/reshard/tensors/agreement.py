@@ -194,9 +194,7 @@ class Agreement:
             layouts = Layout(mesh, "rank -"), Layout(mesh, "- -")
             have, want = ({ROW: TensorSpec(shape, "uint8", layout)} for layout in layouts)
             plans[size] = plan(have, want)
-        row = np.zeros((1, size), dtype=np.uint8)
-        part = frame[:size]
-        row[0, : len(part)] = np.frombuffer(part, dtype=np.uint8)
+        row = np.frombuffer(bytearray(frame[:size].ljust(size, b"\0")), dtype=np.uint8)[None]
         rows = torch.from_numpy(np.empty((len(ranks), size), dtype=np.uint8))
         run(
             plans[size], {ROW: torch.from_numpy(row)}, into={ROW: rows}, group=self.group,

@@ -23,6 +23,7 @@ from reshard.live import api
 from reshard.live.inputs.bound import materialize
 from reshard.planning.adjoint import SumMove
 from reshard.planning.plans import ONE, Plan
+from reshard.tensors.kinds import joined
 
 T = TypeVar("T")
 
@@ -89,10 +90,14 @@ class Backward:
         """The sums, not rounded yet, of the boxes that this rank is the first to hold, if any."""
         rank, move = dist.get_rank(), self.move
         own = [boxes.get(rank, ()) for boxes in move.spread.holding]
-        total, later = None, {}
+        total, later = None, dict[int, Tensor]()
         if gradient is not None and any(own):
             pieces = LocalPieces(move.have.pieces(rank, move.shape), len(move.shape))
-            later = {n: _join(gradient, pieces, boxes) for n, boxes in enumerate(own) if boxes}
+            gradient = gradient.contiguous()
+            for number, boxes in enumerate(own):
+                part = joined([_view(gradient, pieces, box) for box in boxes])
+                if part is not None:
+                    later[number] = part.contiguous()
             wide: torch.dtype = getattr(torch, accumulator(move.dtype))
             total = later.pop(0).to(wide) if 0 in later else None
         gather = move.spread.gather
@@ -119,28 +124,16 @@ def _view(tensor: Tensor, pieces: LocalPieces, box: Box) -> Tensor:
     return tensor.as_strided(box.shape, place[1], tensor.storage_offset() + place[0])
 
 
-def _join(tensor: Tensor, pieces: LocalPieces, boxes: Sequence[Box]) -> Tensor:
-    """Boxes as ``Layout.from_boxes`` has them: one as it is, several flattened and joined."""
-    tensor = tensor.contiguous()
-    views = [_view(tensor, pieces, box) for box in boxes]
-    if len(views) == 1:
-        return views[0].contiguous()
-    return torch.cat([view.reshape(-1) for view in views])
-
-
 def _by_box(flat: Tensor, boxes: Sequence[Box]) -> Iterator[tuple[Box, Tensor]]:
     """The part of each box in a tensor of joined boxes."""
     return zip(boxes, flat.split_with_sizes([box.size for box in boxes]), strict=True)
 
 
-def attach(source: Tensor | None, leaf: Tensor | None, moved: Tensor, backward: Backward) -> Tensor:
+def attach(source: Tensor | None, moved: Tensor, backward: Backward) -> Tensor:
     """The result of a move with its gradient function: from the source, or from a hidden leaf."""
-    if source is None:
-        shares_memory = False
-        leaf = torch.zeros(0, device=moved.device, requires_grad=True) if leaf is None else leaf
-    else:
-        leaf, places = source, {one.untyped_storage().data_ptr() for one in (source, moved)}
-        shares_memory = moved.numel() > 0 and len(places) == 1
+    leaf = torch.zeros(0, device=moved.device, requires_grad=True) if source is None else source
+    places = {one.untyped_storage().data_ptr() for one in (leaf, moved)}
+    shares_memory = moved.numel() > 0 and len(places) == 1
     like = _like(leaf)
     return linear(
         # A view, so that in-place writes raise: they would change the source as well.

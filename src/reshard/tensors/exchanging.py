@@ -136,8 +136,8 @@ def _read(
         raise
     except (ReshardError, ValueError, RecursionError) as error:
         raise FormatError(f"the text of specs cannot be read: {error}") from None
-    found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-    raise FormatError(f'this is {quoted(found)} and not whole "{SCHEMA}"')
+    kind = data.get("schema") if isinstance(data, dict) else type(data).__name__
+    raise FormatError(f'this is {quoted(kind)} and not whole "{SCHEMA}"')
 
 
 def _kind(data: Any, layouts: list[Layout]) -> tuple[tuple[int, ...], str, Layout]:
@@ -282,7 +282,7 @@ def _without_repeats(
         for rank in layout.ranks:
             other = by_rank.get(rank)
             if other is not None and not holds_alike(layout, other, rank, shape):
-                one, two = (_held(each, rank, shape) for each in (other, layout))
+                one, two = (_boxes_text(each, rank, shape) for each in (other, layout))
                 why = f"the first gives rank {rank} {one}, the second {two}"
                 return _Difference((described_by[other], described_by[layout]), why)
         if not by_rank.keys() >= set(layout.ranks):
@@ -292,7 +292,7 @@ def _without_repeats(
     return tuple(layout for layout in described_by if layout in kept)
 
 
-def _held(layout: Layout, rank: int, shape: tuple[int, ...]) -> str:
+def _boxes_text(layout: Layout, rank: int, shape: tuple[int, ...]) -> str:
     boxes = [str(piece.box) for piece in layout.pieces(rank, shape)]
     more = f" and {len(boxes) - MOST_BOXES} more boxes" if len(boxes) > MOST_BOXES else ""
     pending = f" of a pending {layout.reduce[0]}" if layout.reduce else ""

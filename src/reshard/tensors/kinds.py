@@ -1,4 +1,4 @@
-"""Kinds of tensors, recognized without importing modules that the caller has not imported.
+"""Kinds of tensors, recognized without importing modules that the caller has not imported; parts.
 
 ``torch.distributed.tensor`` takes a second to import. A DTensor can only exist where that module is
 loaded, so a look into ``sys.modules`` is enough.
@@ -7,7 +7,7 @@ loaded, so a look into ``sys.modules`` is enough.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -71,6 +71,13 @@ def wait_ready(tensor: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = tensor.wait()  # type: ignore[attr-defined]
         return result
     return tensor
+
+
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Parts as one local tensor: one as it is, several flattened and joined."""
+    if len(parts) > 1:
+        return torch.cat([part.reshape(-1) for part in parts])
+    return parts[0] if parts else None
 
 
 def not_compiled(function: F) -> F:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import lru_cache
 from operator import add, sub
 from typing import TYPE_CHECKING
@@ -24,6 +23,7 @@ from reshard.tensors.kinds import (
     this_rank,
     wait_ready,
 )
+from reshard.tensors.kinds import joined as joined
 
 if TYPE_CHECKING:
     from torch.distributed._shard.metadata import ShardMetadata
@@ -97,13 +97,6 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return joined(parts_of(tensor))
 
 
-def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Parts as one local tensor: one as it is, several flattened and joined."""
-    if len(parts) > 1:
-        return torch.cat([part.reshape(-1) for part in parts])
-    return parts[0] if parts else None
-
-
 def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """This rank's parts, in the order in which its layout lists their boxes; no autograd."""
     if type(tensor) is torch.Tensor:
@@ -139,9 +132,9 @@ def _sharded_layout(tensor: ShardedTensor) -> Layout:
     local = sorted(_box(shard.metadata, shape) for shard in tensor.local_shards())
     if local != sorted(boxes.get(rank, ())):
         both = (local, sorted(boxes.get(rank, ())))
-        held, stated = (", ".join(map(str, listed)) or "none" for listed in both)
+        shards, stated = (", ".join(map(str, listed)) or "none" for listed in both)
         raise LayoutError(
-            f"rank {rank} holds shards {held} and the metadata of the tensor {shape} gives it "
+            f"rank {rank} holds shards {shards} and the metadata of the tensor {shape} gives it "
             f"{stated}: make both from one sharding spec"
         )
     return Layout.from_boxes(shape, {one: sorted(boxes[one]) for one in sorted(boxes)})
@@ -184,35 +177,24 @@ def _describe(spec: TensorSpec) -> str:
     return f"{spec.dtype}{list(spec.shape)} {how}"
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Destination:
-    """The memory that a result is written to on this rank."""
-
-    local: torch.Tensor | None
-    """What a move writes to; for several parts, a staging tensor of all of them."""
-    parts: tuple[torch.Tensor, ...]
-    whole: torch.Tensor
-    """The tensor of any kind, which consists of the parts of all ranks."""
-
-    def complete(self) -> None:
-        """Copy from the staging tensor to the parts, where there are several."""
-        if has_layout(self.whole):
-            # Autograd may have kept the whole tensor, which does not notice writes to its parts.
-            torch.autograd.graph.increment_version(self.whole)
-        if self.local is None or len(self.parts) < 2:
-            return
-        values = self.local.split_with_sizes([part.numel() for part in self.parts])
-        for part, value in zip(self.parts, values, strict=True):
-            part.detach().copy_(value.view(part.shape))
-
-
-def destination_of(tensor: torch.Tensor) -> Destination:
-    """The memory of a tensor of any kind as a destination."""
+def destination_of(tensor: torch.Tensor) -> tuple[torch.Tensor | None, Callable[[], None]]:
+    """What a move into a tensor writes to on this rank, which is a staging tensor if it has several
+    parts, and the function that completes the tensor afterwards."""
     parts = parts_of(tensor)
     local = parts[0] if parts else None
     if len(parts) > 1:
         local = parts[0].new_empty(sum(part.numel() for part in parts))
-    return Destination(local, parts, tensor)
+
+    def complete() -> None:
+        if has_layout(tensor):
+            # Autograd may have kept the whole tensor, which does not notice writes to its parts.
+            torch.autograd.graph.increment_version(tensor)
+        if local is not None and len(parts) > 1:
+            values = local.split_with_sizes([part.numel() for part in parts])
+            for part, value in zip(parts, values, strict=True):
+                part.detach().copy_(value.view(part.shape))
+
+    return local, complete
 
 
 def piece_view(local: torch.Tensor, piece: Piece) -> torch.Tensor:

@@ -29,6 +29,7 @@ from reshard.tensors.kinds import (
     has_layout,
     is_dtensor,
     is_own_sharded_tensor,
+    is_sharded_tensor,
     not_compiled,
 )
 from reshard.tensors.local import (
@@ -235,8 +236,8 @@ class Request(NamedTuple):
             raise TensorError(f'grad="{self.grad}": it is "sum" or "replicated"')
         if self.async_op is not False and self.async_op is not True:
             raise TensorError(f"async_op={_show(self.async_op)}: give True or False")
-        for name in ("forward_dtype", "backward_dtype"):
-            kind = getattr(self, name)
+        casts = ("forward_dtype", self.forward_dtype), ("backward_dtype", self.backward_dtype)
+        for name, kind in casts:
             if kind is not None and not isinstance(kind, torch.dtype):
                 raise TensorError(f"{name}={_show(kind)}: give a dtype, as torch.bfloat16")
             if kind is not None and not self.is_on_own_mesh():
@@ -254,12 +255,10 @@ class Request(NamedTuple):
 num_modes = torch._C._len_torch_dispatch_stack
 
 _dtensors: Any = None
-"""The module for DTensors, once it was needed: it imports torch.distributed.tensor, which takes a
-second."""
 
 
 def _redistribution() -> Any:
-    """The module for DTensors."""
+    """The module for DTensors, imported when needed: torch.distributed.tensor takes a second."""
     global _dtensors
     if _dtensors is None:
         from reshard.tensors.dtensor import redistribution
@@ -277,29 +276,27 @@ def _repeat_or_move(ticket: Ticket, tensor: DTensor, to: OnMesh) -> Any:
 def _move(ticket: Ticket, request: Request) -> Any:
     tensor, into = request.tensor, request.into
     one, how = _prepare(ticket, request, request.check())
-    destination = None
+    memory, complete = None, None
     if into is not None:
         if not isinstance(into, torch.Tensor):
             raise TensorError(f"into= is {_show(into)}: give a tensor")
         check_matches(into, one.plan.want[ONE], ONE, is_source=False)
-        destination = destination_of(into)
-    memory = None if destination is None else destination.local
+        memory, complete = destination_of(into)
     if how is None:
-        local, leaf = _local_source(tensor)
-        moved = one.run(ticket, local, leaf, memory, request.device, request.grad, request.options)
+        source = _local_source(tensor)
+        moved = one.run(ticket, source, memory, request.device, request.grad, request.options)
     elif is_dtensor(tensor) and tensor.device_mesh == how.mesh:
         moved = _dtensors.redistribute(ticket, tensor, how, memory)
         if request.have is None and into is None and not moved.requires_grad:
             _dtensors.remember(tensor, request.target[1], how, moved)
     else:
-        local, leaf = _local_source(tensor)
-        device = request.device or how.mesh.device_type
+        source, device = _local_source(tensor), request.device or how.mesh.device_type
         # Replicas of a DTensor have one gradient.
-        local = one.run(ticket, local, leaf, memory, device, "replicated", request.options)
+        local = one.run(ticket, source, memory, device, "replicated", request.options)
         moved = _dtensors.wrap_moved(local, how, tensor.stride() if is_dtensor(tensor) else None)
-    if destination is None:
+    if complete is None:
         return moved
-    destination.complete()
+    complete()
     return into
 
 
@@ -317,9 +314,8 @@ def _prepare(ticket: Ticket, request: Request, target: Any) -> tuple[TensorMove,
     settings = module.Settings(memory, ticket.group, request.options, request.backward_dtype)
     if not request.is_on_own_mesh():
         have, shape, dtype = _source(request)
-        want = module.layout_from(mesh, placements, shape)
-        one = move_between(have, want, shape, dtype, cast, memory)
         placed = module.placed_on(mesh, placements, shape)
+        one = move_between(have, placed.layout(shape), shape, dtype, cast, memory)
         return one, module.Redistribution(one, mesh, placed, settings)
     _check_shape(tuple(tensor.shape), request.shape)
     placed = module.placed_on(mesh, placements, tensor.shape)
@@ -362,14 +358,15 @@ def _source(request: Request) -> tuple[Layout, tuple[int, ...], str]:
     return have, sizes, canonical_dtype(request.dtype if tensor is None else tensor.dtype)
 
 
-def _local_source(tensor: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """This rank's local tensor, or a leaf that stands for it in backward."""
-    if is_own_sharded_tensor(tensor):
-        local, leaf = tensor._for_move()
-        return local, leaf
-    if is_dtensor(tensor) and tensor.requires_grad and torch.is_grad_enabled():
-        return _redistribution().dtensor_local(tensor, has_grad=True), None
-    return local_of(tensor) if has_layout(tensor) else tensor, None
+def _local_source(tensor: Any) -> Any:
+    """This rank's local tensor, with its gradients; None if it has none."""
+    if not has_layout(tensor):
+        return tensor
+    # torch's own ShardedTensor warns of questions for attributes.
+    if torch.is_grad_enabled() and not is_sharded_tensor(tensor) and tensor.requires_grad:
+        is_own = is_own_sharded_tensor(tensor)
+        return tensor._for_move() if is_own else _redistribution().dtensor_local(tensor, True)
+    return local_of(tensor)
 
 
 def _check_shape(known: tuple[int, ...], shape: Sequence[int] | None) -> None:

@@ -151,12 +151,12 @@ def _local_tensors(
     except TensorError as error:
         raise TensorError(f"on rank {this_rank()}: {error}") from None
 
-    def complete(_: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        for destination in destinations.values():
-            destination.complete()
+    def complete(moved: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        for _, complete_one in destinations.values():
+            complete_one()
         return result
 
-    return sources, {name: one.local for name, one in destinations.items()}, complete
+    return sources, {name: local for name, (local, _) in destinations.items()}, complete
 
 
 def _is_plain(tensors: Mapping[Any, Any]) -> bool:

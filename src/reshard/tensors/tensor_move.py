@@ -93,41 +93,49 @@ class TensorMove:
     dtype: str
     cast: str
     memory: int
-    _unmoved_shapes: dict[int, Shapes | None] = field(default_factory=dict)
+    _unmoved_shapes: dict[int, Shapes] = field(default_factory=dict)
 
     @cached_property
     def plan(self) -> Plan:
         have = {ONE: TensorSpec(self.shape, self.dtype, self.have)}
         return plan(have, {ONE: TensorSpec(self.shape, self.cast, self.want)}, memory=self.memory)
 
+    @cached_property
+    def _moves_nothing(self) -> bool:
+        """Whether both layouts give every rank the same elements, of the same dtype."""
+        have, want = self.have, self.want
+        same = self.dtype == self.cast and (have == want or have.same_as(want, self.shape))
+        return same and holders(have) == holders(want)
+
     def run(
         self,
         ticket: Ticket,
-        local: Tensor | None,
-        leaf: Tensor | None = None,
-        into: Tensor | None = None,
-        device: torch.device | str | None = None,
-        grad: Grad = "sum",
-        options: Options = NO_OPTIONS,
+        source: Tensor | None,
+        into: Tensor | None,
+        device: torch.device | str | None,
+        grad: Grad,
+        options: Options,
     ) -> Tensor | None:
-        """Move, and attach the backward if any rank wants gradients; a rank without a local tensor
-        may have a leaf that stands for it there."""
-        source = leaf if local is None else local
+        """Move, and attach the backward if any rank wants gradients.
+
+        The source of a rank that holds nothing may be an empty leaf: it takes part in backward.
+        """
+        local = source
         is_wanted: bool | None = False
         if torch.is_grad_enabled():
             # A rank without input cannot know whether gradients are wanted.
-            is_wanted = None if source is None else leaf is not None or source.requires_grad
+            is_wanted = None if source is None else source.requires_grad
+        if source is not None and not source.numel() and self.have.holds(this_rank()) is None:
+            local = None
         if is_wanted:
             self.check_differentiable(into is not None)
         moved = None if into is not None else self.unmoved(ticket, local, options, is_wanted)
         if moved is not None:
             if not is_wanted or grad == "replicated":
-                return moved if leaf is None else leaf.reshape(moved.shape)
-            return attach(local, leaf, moved.detach(), self._backward(ticket, grad, options))
-        if local is not None:
-            device = local.device
-        elif device is None and leaf is not None:
-            device = leaf.device
+                return moved
+            return attach(source, moved.detach(), self._backward(ticket, grad, options))
+        if source is not None and (local is not None or device is None):
+            device = source.device
         call = self.call(ticket, local, into, device, is_wanted, options)
         moved = call.run().get(ONE)
         if not (call.grad_seen if is_wanted is None else is_wanted):
@@ -136,7 +144,7 @@ class TensorMove:
             raise TensorError(NOT_INTO)
         if moved is None:
             moved = torch.zeros(0, dtype=getattr(torch, self.cast), device=device or "cpu")
-        return attach(local, leaf, moved, self._backward(ticket, grad, options))
+        return attach(source, moved, self._backward(ticket, grad, options))
 
     def values(
         self,
@@ -208,17 +216,15 @@ class TensorMove:
 
         It is None on all ranks of either layout or on none of them, so no rank waits for another.
         """
-        if options and (options.get("check") == "always" or options.get("atomic")):
+        if not self._moves_nothing or (
+            options and (options.get("check") == "always" or options.get("atomic"))
+        ):
             return None
-        rank = this_rank()
-        if rank not in self._unmoved_shapes:
-            have, want, shape = self.have, self.want, self.shape
-            same = self.dtype == self.cast and (have == want or have.same_as(want, shape))
-            local = None
-            if same and have.holds(rank) is not None and holders(have) == holders(want):
-                local = have.local_shape(rank, shape), want.local_shape(rank, shape)
-            self._unmoved_shapes[rank] = local
-        return self._unmoved_shapes[rank]
+        rank, have, want, shape = this_rank(), self.have, self.want, self.shape
+        if rank not in self._unmoved_shapes and have.holds(rank) is not None:
+            shapes = have.local_shape(rank, shape), want.local_shape(rank, shape)
+            self._unmoved_shapes[rank] = shapes
+        return self._unmoved_shapes.get(rank)
 
     def check_differentiable(self, has_into: bool, dtensors: bool = False) -> None:
         """Refuse a move that has no gradient, on all ranks, before anything moves."""

@@ -169,13 +169,10 @@ class Region:
         self.label, self.source, self.is_replicated = label, source, is_replicated
         memory, size = source.bytes_of(tensor), tensor.element_size()
         self.memory = memory
-        """The bytes that are kept."""
         # A share is whole elements, unless a view with larger elements was saved first.
         self.unit = size if memory.numel() % size == 0 else 1
         self.num_bytes, self.device = memory.numel(), memory.device
-        self.is_share = False
-        """Whether they are only this rank's share."""
-        self.is_offloaded = False
+        self.is_share = self.is_offloaded = False
         self.whole: torch.Tensor | None = None
         """All bytes, while restored."""
         self.views: set[int] = set()
@@ -271,7 +268,6 @@ class SavedView:
         self.region, self._restore = region, restore
         self._dtype, self._size, self._stride = local.dtype, tuple(local.shape), local.stride()
         self._start = int(local.storage_offset()) * local.element_size() - region.source.start
-        """Bytes of the region before its first element."""
         self._version, self._description = saved._version, _describe(saved)
         self._alias = _alias_without_memory(saved)
         self._wrap: Callable[[torch.Tensor], torch.Tensor] | None = None

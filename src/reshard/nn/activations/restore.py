@@ -40,12 +40,8 @@ NUMBERS = "numbers"
 MAX_BATCH_BYTES = 8 << 20
 """Bytes of regions that are fetched in one exchange; a larger region is fetched alone."""
 MAX_BATCH = 15
-"""Regions that are fetched in one exchange."""
 MAX_PLAN_BYTES = 64 << 20
 """Bytes of the plans that a group keeps: a training step repeats a few exchanges."""
-
-Exchanged = tuple[tuple[str, ...], tuple[tuple[int, int], ...]]
-"""Names of the regions that are exchanged, and their sizes and units."""
 
 
 class Restorer:
@@ -55,7 +51,7 @@ class Restorer:
         self._group = weakref.ref(group)
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.index = self.ranks.index(dist.get_rank())
-        self._plans: SizedCache[Exchanged, Plan] = SizedCache(MAX_PLAN_BYTES)
+        self._plans: SizedCache[tuple[object, ...], Plan] = SizedCache(MAX_PLAN_BYTES)
         self._order = _ReadOrder()
         self._in_flight: Callable[[], None] | None = None
         """Completes the exchange that was started ahead of its use."""

@@ -37,7 +37,7 @@ from reshard.layout.columns import sized_cache
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.words import held
 from reshard.tensors.dtensor.placements import Placed, check_placements
-from reshard.tensors.kinds import this_rank
+from reshard.tensors.kinds import joined, this_rank
 
 Placements = tuple[Placement, ...]
 
@@ -240,9 +240,9 @@ class BoxMove:
             )
 
     @cached_property
-    def held(self) -> tuple[dict[int, Dims], dict[int, Dims]]:
+    def dims(self) -> tuple[dict[int, Dims], ...]:
         """What each rank holds of each dim, at the source and at the destination."""
-        return _held(self.have, self.shape), _held(self.want, self.shape)
+        return tuple(_intervals_by_rank(side, self.shape) for side in (self.have, self.want))
 
     @cached_property
     def layouts(self) -> tuple[BoxLayout, BoxLayout]:
@@ -253,15 +253,15 @@ class BoxMove:
         for rank in ranks:
             addends.setdefault(results[rank], set()).add(numbers[rank])
         wanted = {rank: sorted(addends[results[rank]]) for rank in ranks}
-        given = {rank: [numbers[rank]] for rank in ranks}
-        have = self._layout(self.have, self.held[0], given)
-        return have, self._layout(self.want, self.held[1], wanted)
+        own = {rank: [numbers[rank]] for rank in ranks}
+        have = self._layout(self.have, self.dims[0], own)
+        return have, self._layout(self.want, self.dims[1], wanted)
 
     def _layout(
-        self, placed: Placed, held: Mapping[int, Dims], addends: Mapping[int, Sequence[int]]
+        self, placed: Placed, dims_of: Mapping[int, Dims], addends: Mapping[int, Sequence[int]]
     ) -> BoxLayout:
         boxes: dict[int, list[Box]] = {}
-        for rank, dims in held.items():
+        for rank, dims in dims_of.items():
             count = prod(map(len, dims)) * len(addends[rank])
             if count > MAX_BOXES:
                 raise LayoutError(
@@ -273,20 +273,18 @@ class BoxMove:
         return Layout.from_boxes(self.whole, boxes)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        return tuple(map(length_of, self.held[0][rank]))
+        return tuple(map(length_of, self.dims[0][rank]))
 
     def join(self, local: torch.Tensor, rank: int) -> torch.Tensor | None:
         """A rank's local tensor as the source layout of boxes expects it."""
-        views = [local[slices].unsqueeze(0) for slices in _places(self.held[0][rank])]
-        if not views or not local.numel():
-            return None
-        return views[0] if len(views) == 1 else torch.cat([view.reshape(-1) for view in views])
+        views = [local[slices].unsqueeze(0) for slices in _places(self.dims[0][rank])]
+        return joined(views) if local.numel() else None
 
     def local(
         self, moved: torch.Tensor | None, rank: int, dtype: torch.dtype, device: str
     ) -> torch.Tensor:
         """The local tensor of the result: the received addends, reduced."""
-        dims = self.held[1][rank]
+        dims = self.dims[1][rank]
         result = torch.empty(tuple(map(length_of, dims)), dtype=dtype, device=device)
         if moved is None or not result.numel():
             return result
@@ -320,7 +318,7 @@ def _addend(placed: Placed, rank: int) -> int:
     return number
 
 
-def _held(placed: Placed, shape: tuple[int, ...]) -> dict[int, Dims]:
+def _intervals_by_rank(placed: Placed, shape: tuple[int, ...]) -> dict[int, Dims]:
     """The intervals of each dim that each rank holds, in the order of its local tensor."""
     mesh, dims = placed.mesh, {}
     check_placements(mesh, placed.placements, shape)

@@ -143,8 +143,8 @@ class Placed(NamedTuple):
                 before, length = tuple(dims[placement.dim]), shape[placement.dim]
                 places = map(self.mesh.coords, ranks)
                 parts = (held(before, length, self.mesh.axes, place) for place in places)
-                cut = _strided(self.mesh, axis, placement, set(map(length_of, parts)))
-                dims[placement.dim].append(cut)
+                lengths = set(map(length_of, parts))
+                dims[placement.dim].append(_strided(self.mesh, axis, placement, lengths))
             elif isinstance(placement, Shard):
                 dims[placement.dim].append(Chunk(axis))
         return [tuple(cuts) for cuts in dims]
@@ -169,7 +169,7 @@ def nested_layout(placed: Placed, shape: tuple[int, ...]) -> Layout | None:
 
 @lru_cache(maxsize=1024)
 def _layout(mesh: Mesh, words: Words) -> Layout:
-    """One object per layout for all shapes, so that later comparisons are identity checks."""
+    """One object per layout for all shapes: planning groups tensors by it."""
     return Layout(mesh, words)
 
 
@@ -282,11 +282,11 @@ def _find(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> tuple[Placement
     probes = [(rank, _boxes(layout, rank, shape)) for rank in some]
     for placements in islice(_candidates(layout, mesh, shape), MAX_TRIED):
         try:
-            found = Placed(mesh, placements).layout(shape)
+            other = Placed(mesh, placements).layout(shape)
         except LayoutError:
             continue
-        matches = all(_boxes(found, rank, shape) == mine for rank, mine in probes)
-        if matches and found.same_as(layout, shape):
+        matches = all(_boxes(other, rank, shape) == mine for rank, mine in probes)
+        if matches and other.same_as(layout, shape):
             return placements
     return None
 
@@ -346,13 +346,13 @@ def _as_spelled(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> tuple[Pla
 
 def _factors(cuts: Cuts, mesh: Mesh, length: int) -> Iterator[tuple[str, int]]:
     """Each axis that shards a dim, and the split factor of its word; 1 for plain chunks."""
-    for cut in cuts:
-        match cut:
+    for split in cuts:
+        match split:
             case Chunk(axis=axis):
                 yield axis, 1
                 length = -(-length // mesh.axes[axis])
             case Cyclic(axis=axis, block=block):
                 yield axis, max(1, length // (block * mesh.axes[axis]))
                 length //= mesh.axes[axis]
-            case Packed(segments=[Segment(cuts=(Chunk(axis=axis),)), *_]):
-                yield axis, len(cut.segments)
+            case Packed(segments=[Segment(cuts=(Chunk(axis=axis),)), *_] as segments):
+                yield axis, len(segments)

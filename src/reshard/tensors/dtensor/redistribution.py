@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from reshard.dtypes import canonical_dtype
@@ -33,7 +32,6 @@ from reshard.planning.plans import ONE
 from reshard.tensors.autograd import gradient_options, linear
 from reshard.tensors.dtensor.inexpressible import BoxMove, LocalWork, box_move, work_for
 from reshard.tensors.dtensor.placements import Placed, mesh_of
-from reshard.tensors.dtensor.placements import layout_from as layout_from
 from reshard.tensors.dtensor.placements import placed_on as placed_on
 from reshard.tensors.dtensor.wrapping import (
     check_shape_of,
@@ -42,6 +40,7 @@ from reshard.tensors.dtensor.wrapping import (
     expected_of,
     gradient_placements,
     placed_of,
+    spec_on,
 )
 from reshard.tensors.dtensor.wrapping import dtensor_local as dtensor_local
 from reshard.tensors.kinds import this_rank, wait_ready
@@ -205,9 +204,9 @@ def wrap_moved(
     """The local result of a move from another mesh, as a DTensor of the destination mesh."""
     mesh, want, shape, kind = how.mesh, how.want, how.move.shape, getattr(torch, how.move.cast)
     if local is None or not local.requires_grad:
-        return dtensor_of(local, mesh, want.placements, shape, stride=stride, dtype=kind)
+        return dtensor_of(local, mesh, want, shape, stride=stride, dtype=kind)
     part = None if mesh.get_coordinate() is None else local.detach()
-    wrapped = dtensor_of(part, mesh, want.placements, shape, stride=stride, dtype=kind)
+    wrapped = dtensor_of(part, mesh, want, shape, stride=stride, dtype=kind)
 
     def back(gradient: Any) -> Any:
         # Ranks outside the mesh do not know the placements of the gradient: it gets the result's.
@@ -235,8 +234,8 @@ class _Repeated(NamedTuple):
     local_shape: torch.Size
     is_unmoved: bool
     options: Options
-    fields: dict[str, Any]
-    """The fields of the result's spec without its mesh."""
+    placements: tuple[Placement, ...]
+    """Those of the result, their dims counted from the front."""
 
 
 _repeated: dict[tuple[int, tuple[Placement, ...]], _Repeated] = {}
@@ -253,7 +252,7 @@ def repeat(ticket: Ticket, tensor: DTensor, target: OnMesh) -> DTensor | None:
         kept = None
     if kept is None:
         return None
-    source, find_mesh, find_move, local_shape, is_unmoved, options, fields = kept
+    source, find_mesh, find_move, local_shape, is_unmoved, options, placed = kept
     move = find_move()
     if (
         # An equal mesh may have process groups that were destroyed, so it must be the same one.
@@ -274,10 +273,10 @@ def repeat(ticket: Ticket, tensor: DTensor, target: OnMesh) -> DTensor | None:
             ticket, move.plan, sources, None, options, grad=False, ask_grad=True, resolves=True
         )
         moved = call.run()[ONE]
-    # The same as the constructors of DTensor and its spec, without their checks.
-    new = DTensorSpec.__new__(DTensorSpec)
-    new.__dict__.update(fields, mesh=mesh)
-    return DTensor.__new__(DTensor, moved, new, requires_grad=False)
+    assert spec.tensor_meta is not None
+    result = spec_on(mesh, placed, spec.tensor_meta)
+    # The same as the constructor of DTensor, without its checks.
+    return DTensor.__new__(DTensor, moved, result, requires_grad=False)
 
 
 def remember(
@@ -299,7 +298,7 @@ def remember(
     if len(_repeated) >= MAX_REPEATED:
         _repeated.clear()
     source = (spec.placements, spec.tensor_meta, spec.shard_order)
-    fields = {name: value for name, value in vars(moved._spec).items() if name != "mesh"}
     _repeated[hash(spec), tuple(placements)] = _Repeated(
-        source, weakref.ref(how.mesh), weakref.ref(move), local.shape, is_unmoved, options, fields
-    )
+        source, weakref.ref(how.mesh), weakref.ref(move), local.shape, is_unmoved, options,
+        how.want.placements,
+    )  # fmt: skip
