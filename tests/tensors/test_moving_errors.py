@@ -69,6 +69,20 @@ def test_a_tensor_that_says_otherwise() -> None:
             rs.move(rows, shape=(2, 4), to=columns)
 
 
+@pytest.mark.parametrize("of_dtensor", [True, False])
+def test_a_placement_instead_of_a_list(of_dtensor: bool) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, zeros
+
+    with playing(0, 1):
+        mesh = init_device_mesh("cpu", (1,))
+        source: Any = zeros(4, 4, device_mesh=mesh, placements=[Shard(0)])
+        request = {} if of_dtensor else {"have": ROWS, "shape": (4, 4)}
+        source = source if of_dtensor else torch.ones(4, 4)
+        with pytest.raises(rs.LayoutError, match=r"placements are a Shard: give one per axis"):
+            rs.move(source, to=(mesh, Shard(0)), **request)  # type: ignore[call-overload]
+
+
 def test_ranks_that_torch_simulates_in_one_process_are_refused() -> None:
     from torch.distributed._local_tensor import LocalTensorMode
 

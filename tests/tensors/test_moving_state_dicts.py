@@ -181,7 +181,8 @@ def exchange_wrongly(rank: int) -> list[str]:
     specs = rs.describe({"norm": norm})
     matrix = rs.TensorSpec((6,), "float32", rs.Layout(rs.Mesh(dp=2, tp=2), "dp tp"))
     for wrong in ({"norm": norm}, [norm], rs.describe({"norm": torch.ones(6)}),
-                  rs.describe({"norm": torch.ones(3)}), {"norm": matrix}):  # fmt: skip
+                  rs.describe({"norm": torch.ones(3)}), {"norm": matrix},
+                  {0: specs["norm"]}):  # fmt: skip
         with pytest.raises(rs.LiveError) as error:
             rs.exchange(have=wrong if rank == 3 else specs, group=pool_group(4), timeout=TIMEOUT)
         said.append(str(error.value))
@@ -193,7 +194,7 @@ def exchange_wrongly(rank: int) -> list[str]:
 def test_an_exchange_that_one_rank_gets_wrong(pool: Pool) -> None:
     first, *others = pool.run(exchange_wrongly)[:4]
     assert others == [first] * 3
-    tensor, sequence, whole, shard, misfit = first
+    tensor, sequence, whole, shard, misfit, number = first
     assert tensor == (
         'on rank 3: have["norm"] is a DTensor: '
         "give rs.describe(state_dict), or a dict of rs.TensorSpec"
@@ -203,6 +204,7 @@ def test_an_exchange_that_one_rank_gets_wrong(pool: Pool) -> None:
     assert "the first gives rank 3 [3:6], the second [0:6]; a plain tensor counts" in whole
     assert "float32 (3,) whole according to rank 3: shape and dtype" in shard
     assert misfit.startswith('on rank 3: have["norm"]: layout "dp tp"')
+    assert number.startswith("on rank 3: the name 0 in have= is a int: give")
 
 
 def move_numbered_names(rank: int) -> None:

@@ -35,10 +35,8 @@ Undo = Callable[[], None]
 
 
 def _restoring(root: nn.Module) -> Undo:
-    """A function that restores the present attributes of a module and of all modules inside it.
-
-    Tensors are not copied. The dicts stay the same objects: handles of hooks point to them.
-    """
+    """A function that restores the present attributes of a module and of all modules inside it, not
+    the values of tensors. The dicts stay the same objects: handles of hooks point to them."""
     own = [vars(module) for module in root.modules()]
     inner = [value for one in own for value in one.values() if isinstance(value, dict)]
     contents = [(table, dict(table)) for table in (*own, *inner)]
@@ -180,8 +178,8 @@ def _resolve_on_all_ranks(module: nn.Module, plan: ShardingPlan, agreement: Agre
     def step() -> dict[str, str]:
         for value, kind, name in ((module, nn.Module, "module"), (plan, ShardingPlan, "plan")):
             if not isinstance(value, kind):
-                found = type(value).__name__
-                raise ArgumentTypeError(f"{name} should be a {kind.__name__}, found {found}")
+                other = type(value).__name__
+                raise ArgumentTypeError(f"{name} should be a {kind.__name__}, found {other}")
         own = plan.resolve(module)
         resolved.append(own)
         paths_by_kind = {
@@ -284,10 +282,8 @@ def _like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 
 def _output_changes(root: nn.Module, resolved: Resolved) -> list[tuple[str, Change]]:
-    """The modules whose outputs change, also those made by Sharders, and how.
-
-    First outputs are resharded, then they become local.
-    """
+    """The modules whose outputs change, also those made by Sharders: first they are resharded, then
+    they become local."""
     outputs = resolve_modules(root, resolved.outputs)
     local = resolve_modules(root, dict.fromkeys(resolved.local))
     reshard = ShardedTensor.resharded

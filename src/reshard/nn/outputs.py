@@ -96,11 +96,7 @@ def local_shard(tensor: ShardedTensor, squeeze: Squeeze = "auto") -> torch.Tenso
 
 
 def map_sharded(value: Any, change: Change) -> Any:
-    """A copy of a value with every sharded tensor changed, once each; itself if it has none.
-
-    >>> map_sharded((1, [torch.ones(2)], {"a": None}), lambda tensor: tensor)
-    (1, [tensor([1., 1.])], {'a': None})
-    """
+    """A copy of a value with every sharded tensor changed, once each; itself if it has none."""
     done: dict[int, torch.Tensor] = {}
 
     def change_once(tensor: ShardedTensor) -> torch.Tensor:

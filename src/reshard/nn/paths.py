@@ -21,19 +21,13 @@ from reshard.text import quoted
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A name under which a module holds a tensor, as a parameter or as a buffer.
-
-    >>> slot = find_slot(nn.Sequential(nn.Linear(2, 3)), "0.bias")
-    >>> slot.name, tuple(slot.tensor.shape), slot.is_parameter
-    ('bias', (3,), True)
-    """
+    """A name under which a module holds a tensor, as a parameter or as a buffer."""
 
     module: nn.Module
     name: str
 
     @property
     def is_parameter(self) -> bool:
-        """Whether it is a parameter; if not, it is a buffer."""
         return self.name in self.module._parameters
 
     @property
@@ -51,11 +45,7 @@ class Slot:
 
 
 def find_module(root: nn.Module, path: str) -> nn.Module:
-    """The module that a path names; "" is the root.
-
-    >>> find_module(nn.Sequential(nn.ReLU(), nn.Tanh()), "1")
-    Tanh()
-    """
+    """The module that a path names; "" is the root."""
     module, parts = root, path.split(".") if path else []
     for depth, part in enumerate(parts):
         # Also a module that an attribute or a property of the module returns.
@@ -78,8 +68,8 @@ def find_slot(root: nn.Module, path: str) -> Slot:
             return Slot(module, name)
     if not hasattr(module, name):
         raise _missing(path, above, module, name)
-    found = getattr(module, name)
-    kind = "a plain Tensor" if isinstance(found, torch.Tensor) else type(found).__name__
+    value = getattr(module, name)
+    kind = "a plain Tensor" if isinstance(value, torch.Tensor) else type(value).__name__
     raise ArgumentError(
         f"Expected {type(module).__name__}.{name} to be a Tensor, but found {kind}: {quoted(path)} "
         "should be a parameter or a buffer"
@@ -87,20 +77,13 @@ def find_slot(root: nn.Module, path: str) -> Slot:
 
 
 def holders(root: nn.Module) -> dict[int, tuple[Slot, ...]]:
-    """All slots by the id of their tensor; a tied parameter has several.
-
-    >>> pair = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    >>> pair[1].weight = pair[0].weight
-    >>> [len(slots) for slots in holders(pair).values()]
-    [2, 1, 1]
-    """
-    found: dict[int, list[Slot]] = {}
+    """All slots by the id of their tensor; a tied parameter has several."""
+    slots: dict[int, tuple[Slot, ...]] = {}
     for module in root.modules():
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is not None:
-                    found.setdefault(id(tensor), []).append(Slot(module, name))
-    return {key: tuple(slots) for key, slots in found.items()}
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                slots[id(tensor)] = (*slots.get(id(tensor), ()), Slot(module, name))
+    return slots
 
 
 def parents(root: nn.Module, module: nn.Module) -> tuple[tuple[nn.Module, str], ...]:
@@ -156,10 +139,10 @@ def matching(pattern: str, paths: Iterable[str]) -> list[str]:
 
 def _missing(path: str, above: str, module: nn.Module, name: str) -> PathError:
     where = f"module {quoted(above)} ({type(module).__name__})" if above else type(module).__name__
+    text = f"{quoted(path)}: {where} has no attribute {quoted(name)}"
+    value = getattr(module, name, None)
+    if value is not None:
+        return PathError(f"{text} that is a module, found {type(value).__name__}")
     names = [*module._modules, *module._parameters, *module._buffers]
     near = difflib.get_close_matches(name, names, n=1)
-    hint = f", the nearest is {quoted(near[0])}" if near else ""
-    found = getattr(module, name, None)
-    kind = "" if found is None else f" that is a module, found {type(found).__name__}"
-    text = f"{where} has no attribute {quoted(name)}{kind}"
-    return PathError(f"{quoted(path)}: {text}{hint if not kind else ''}")
+    return PathError(f"{text}, the nearest is {quoted(near[0])}" if near else text)

@@ -60,12 +60,11 @@ class EmptyPathError(PathError, KeyError):
 
 @dataclass(frozen=True, slots=True)
 class Entry(Generic[Value]):
-    """One path of a module, its value in the plan, and the key that it has there."""
+    """One path of a module, its value in the plan, and the path or pattern that it has there."""
 
     path: str
     value: Value
     key: str
-    """The path or the pattern in the plan."""
 
     @property
     def is_explicit(self) -> bool:
@@ -80,13 +79,12 @@ class Entry(Generic[Value]):
 class Resolved:
     """A plan for one module, without patterns and without errors."""
 
-    sharders: tuple[Entry[Sharder], ...]
-    tensors: tuple[Entry[ShardingSpec], ...]
+    sharders: Sequence[Entry[Sharder]]
+    tensors: Sequence[Entry[ShardingSpec]]
     """Each tensor once, a tied one too."""
     outputs: Mapping[str, ShardingSpec]
     local: Sequence[str]
     unmatched: tuple[str, ...]
-    """Patterns that match nothing."""
 
 
 def resolve_modules(module: nn.Module, plan: Mapping[str, Value]) -> list[tuple[str, Value]]:
@@ -110,7 +108,7 @@ class _Resolver:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self.errors: list[Exception] = []
-        self.unmatched: list[str] = []
+        self.unmatched: dict[str, None] = {}
 
     def raise_first(self) -> None:
         """Raise the first error, if there is one; the others become its notes."""
@@ -123,16 +121,11 @@ class _Resolver:
             first.add_note(f"and {len(self.errors) - MAX_ERRORS} more")
         raise first
 
-    def modules(self, plan: Mapping[str, Value]) -> list[Entry[Value]]:
-        """One entry per path of a module, the root included."""
+    def modules(self, plan: Mapping[str, Value], root: bool = True) -> list[Entry[Value]]:
+        """One entry per module; patterns match the root too, unless it is left out."""
         paths = [path for path, _ in self._module.named_modules(remove_duplicate=False)]
-        return self._strongest(self._expand(plan, paths, find_module), lambda path: path)
-
-    def sharders(self, plan: Mapping[str, Sharder]) -> list[Entry[Sharder]]:
-        """One entry per module below the root."""
-        _, *paths = (path for path, _ in self._module.named_modules(remove_duplicate=False))
-        entries = self._expand(plan, paths, find_module)
-        return self._strongest(entries, lambda path: id(find_module(self._module, path)))
+        entries = self._expand(plan, paths if root else paths[1:], find_module)
+        return self._one_each(entries, lambda path: find_module(self._module, path))
 
     def tensors(self, plan: Mapping[str, ShardingSpec]) -> list[Entry[ShardingSpec]]:
         """One entry per name of a parameter or buffer."""
@@ -140,20 +133,18 @@ class _Resolver:
         buffers = self._module.named_buffers(remove_duplicate=False)
         return self._expand(plan, [name for name, _ in (*parameters, *buffers)], find_slot)
 
-    def one_per_tensor(self, entries: Sequence[Entry[ShardingSpec]]) -> list[Entry[ShardingSpec]]:
-        """One entry per tensor; if it has several names, their specs must be equal."""
-        tensors = {entry.path: find_slot(self._module, entry.path).tensor for entry in entries}
-        chosen = self._strongest(entries, lambda path: id(tensors[path]))
-        pairs = [(entry, tensors[entry.path]) for entry in chosen]
-        self.errors += (
-            ArgumentError(
-                f"{entry} is sharded already, by {tensor.sharding_spec()}: change that with its "
-                "method reshard"
-            )
-            for entry, tensor in pairs
-            if isinstance(tensor, ShardedTensor)
-        )
+    def one_per_tensor(self, entries: Iterable[Entry[ShardingSpec]]) -> list[Entry[ShardingSpec]]:
+        """One entry per tensor, which must not be sharded yet."""
+        chosen = self._one_each(entries, self._tensor_at)
+        for entry in chosen:
+            tensor = self._tensor_at(entry.path)
+            if isinstance(tensor, ShardedTensor):
+                text = f"{entry} is sharded already, by {tensor.sharding_spec()}: change that with"
+                self.errors.append(ArgumentError(f"{text} its method reshard"))
         return chosen
+
+    def _tensor_at(self, path: str) -> torch.Tensor:
+        return find_slot(self._module, path).tensor
 
     def _expand(
         self,
@@ -172,17 +163,18 @@ class _Resolver:
                 self.errors.append(error)
                 continue
             if not matched:
-                self.unmatched.append(key)
+                self.unmatched[key] = None
             entries += [Entry(path, value, key) for path in matched]
         return entries
 
-    def _strongest(
-        self, entries: Iterable[Entry[Value]], identity: Callable[[str], object]
+    def _one_each(
+        self, entries: Iterable[Entry[Value]], find: Callable[[str], object]
     ) -> list[Entry[Value]]:
-        """One entry for all paths with one identity; explicit ones come first and win."""
-        chosen: dict[object, Entry[Value]] = {}
+        """One entry per object; explicit entries win, and entries that are equally strong for one
+        object must have the same value."""
+        chosen: dict[int, Entry[Value]] = {}
         for entry in sorted(entries, key=lambda entry: not entry.is_explicit):
-            known = chosen.setdefault(identity(entry.path), entry)
+            known = chosen.setdefault(id(find(entry.path)), entry)
             if known.is_explicit == entry.is_explicit and known.value != entry.value:
                 text = (
                     f"{quoted(known.key)} and {quoted(entry.key)} both match {quoted(known.path)} "
@@ -198,23 +190,19 @@ class _Resolver:
 def _wrong_values(
     plan: Mapping[str, object], outputs: Mapping[str, object], local: Sequence[object]
 ) -> Iterator[Exception]:
-    for path, value in plan.items():
-        if not isinstance(value, ShardingSpec | Sharder):
-            yield ArgumentTypeError(
-                "Only `ShardingSpec` and `Sharder` are supported to shard, "
-                f"{quoted(path)} has {type(value).__name__}"
-            )
-        elif path == "":
-            yield EmptyPathError(
-                "path must not be empty for custom sharder! Nor for a spec: the module itself "
-                "stays, name what is inside it"
-            )
-    for path, value in outputs.items():
-        if not isinstance(value, ShardingSpec):
-            yield ArgumentTypeError(
-                "Only `ShardingSpec` is supported as output_plan, "
-                f"{quoted(path)} has {type(value).__name__}"
-            )
+    for values, kinds, what in (
+        (plan, (ShardingSpec, Sharder), "`ShardingSpec` and `Sharder` are supported to shard"),
+        (outputs, (ShardingSpec,), "`ShardingSpec` is supported as output_plan"),
+    ):
+        for path, value in values.items():
+            if not isinstance(value, kinds):
+                kind = type(value).__name__
+                yield ArgumentTypeError(f"Only {what}, {quoted(path)} has {kind}")
+    if "" in plan:
+        yield EmptyPathError(
+            "path must not be empty for custom sharder! Nor for a spec: the module itself stays, "
+            "name what is inside it"
+        )
     for key in (*plan, *outputs, *local):
         if not isinstance(key, str):
             kind = type(key).__name__
@@ -247,11 +235,11 @@ class ShardingPlan:
         # Copies: the caller may change its own dicts later.
         for name in ("plan", "output_plan"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, Mapping):
+            if isinstance(value, Mapping):
+                object.__setattr__(self, name, dict(value))
+            elif value is not None:
                 kind = type(value).__name__
                 raise ArgumentTypeError(f"{name} is a dict with paths as keys, found {kind}")
-            if value is not None:
-                object.__setattr__(self, name, dict(value))
         paths = self.return_local_tensor
         if isinstance(paths, str):
             raise ArgumentTypeError(
@@ -268,16 +256,15 @@ class ShardingPlan:
         warn_unmatched(self.resolve(module).unmatched)
 
     def resolve(self, module: nn.Module) -> Resolved:
-        """The plan with every pattern replaced by the paths that it matches in this module.
-
-        Raises the first error, with the others as notes.
-        """
+        """The plan with every pattern replaced by the paths that it matches in this module; raises
+        as `validate` does."""
         plan, outputs, local = self.plan, self.output_plan or {}, self.return_local_tensor or ()
         resolver = _Resolver(module)
         resolver.errors += _wrong_values(plan, outputs, local)
         resolver.raise_first()
-        sharders = resolver.sharders({p: v for p, v in plan.items() if isinstance(v, Sharder)})
-        tensors = resolver.tensors({p: v for p, v in plan.items() if isinstance(v, ShardingSpec)})
+        specs = {path: value for path, value in plan.items() if isinstance(value, ShardingSpec)}
+        swapped = {path: value for path, value in plan.items() if isinstance(value, Sharder)}
+        sharders, tensors = resolver.modules(swapped, root=False), resolver.tensors(specs)
         # A pattern does not reach below a Sharder that is written out.
         explicit = [sharder.path for sharder in sharders if sharder.is_explicit]
         tensors = [
@@ -305,8 +292,7 @@ class ShardingPlan:
             }
             resolver.modules(outside)
         resolver.raise_first()
-        unmatched = tuple(dict.fromkeys(resolver.unmatched))
-        return Resolved(tuple(sharders), tuple(tensors), outputs, local, unmatched)
+        return Resolved(sharders, tensors, outputs, local, tuple(resolver.unmatched))
 
     @classmethod
     def from_rules(

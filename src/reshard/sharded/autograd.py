@@ -105,16 +105,10 @@ def to_local(tensor: ContentTensor) -> torch.Tensor:
     return part
 
 
-def to_move_input(tensor: ContentTensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """This rank's local tensor for a move, with gradients, and a leaf if it has none.
-
-    A rank without parts gets an empty leaf, so that it takes part in backward.
-    """
-    content = tensor._content
-    if not (tensor.requires_grad and torch.is_grad_enabled()):
-        return content.local, None
-    local = joined(_to_parts(tensor))
-    return (local, None) if content.parts else (None, local)
+def to_move_input(tensor: ContentTensor) -> torch.Tensor | None:
+    """This rank's local tensor for a move, with gradients; an empty leaf on a rank without parts,
+    so that it takes part in backward."""
+    return joined(_to_parts(tensor))
 
 
 class OwnedShard(Shard):

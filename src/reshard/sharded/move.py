@@ -22,7 +22,6 @@ from reshard.live import api
 from reshard.live.failure.cleanup import with_ticket
 from reshard.live.session.session import Ticket
 from reshard.planning.adjoint import unreduced
-from reshard.planning.plans import ONE
 from reshard.sharded.content import Content, strides_like
 from reshard.sharded.create import content_for
 from reshard.sharded.groups import Group, is_outside, members
@@ -86,10 +85,7 @@ def _moved(content: Content, want: Layout) -> torch.Tensor | None:
 
     def move(ticket: Ticket) -> torch.Tensor | None:
         one = move_between(have, want, shape, canonical_dtype(content.dtype))
-        unmoved = one.unmoved(ticket, local)
-        if unmoved is not None:
-            return unmoved
-        return one.call(ticket, local, None, content.device).run().get(ONE)
+        return one.values(ticket, local, None, content.device)
 
     return with_ticket(content.group, lambda: {*have.ranks, *want.ranks}, move)
 

@@ -10,16 +10,14 @@ goes through an `Agreement`:
     saving.check_equal({"path": path, "format": name})  # or a DisagreementError on all ranks
     names = saving.gather(list(state_dict))             # {rank: value}
 
-Values are those of JSON: numbers, texts, None, lists, dicts (a tuple arrives as a list). Ranks of
-one host exchange them through shared memory (`reshard.live.gather`); ranks of several hosts as live
-moves of one row of bytes per rank, two if a value is long. Both have the guarantees of `rs.move`: a
-wait is bounded by the timeout, and the error names the rank that is late or dead; the next call
-works again. Nothing that arrives is executed, and no value may be longer than `MAX_BYTES`. The
-bytes go through connections of the engine, and the group only carries their addresses: a group of
-NCCL needs no backend for CPUs, on one host or on several.
-
 Each method is collective: all ranks of the group call the same methods in the same order. Without a
 process group, or in one of a single rank, nothing is sent.
+
+Values are those of JSON (a tuple arrives as a list). Ranks of one host exchange them through shared
+memory (`reshard.live.gather`); ranks of several hosts as live moves of one row of bytes per rank,
+two if a value is long. Both have the guarantees of `rs.move`. Nothing that arrives is executed, and
+no value may be longer than `MAX_BYTES`. The group only carries addresses: a group of NCCL needs no
+backend for CPUs.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -103,10 +101,8 @@ class Agreement:
         return self.rank == self.ranks[0]
 
     def gather(self, value: Any) -> dict[int, Any]:
-        """The values of all ranks, by rank in the order of the group.
-
-        Ranks that gave the same value share one object here: do not modify it.
-        """
+        """The values of all ranks, in the order of the group. Equal values are one object: do not
+        modify it."""
         if len(self.ranks) == 1:
             return {self.rank: value}
         return self._gather(json.dumps(value))
@@ -158,67 +154,50 @@ class Agreement:
 
     def check_gathered(self, gathered: Mapping[int, Mapping[str, Any]]) -> None:
         """The same for values that were gathered before, by rank."""
-        names = dict.fromkeys(name for one in gathered.values() for name in one)
-        for name in names:
-            found = {rank: one.get(name) for rank, one in gathered.items()}
-            if any(value != found[self.ranks[0]] for value in found.values()):
+        for name in dict.fromkeys(name for one in gathered.values() for name in one):
+            values = {rank: one.get(name) for rank, one in gathered.items()}
+            if any(value != values[self.ranks[0]] for value in values.values()):
                 raise DisagreementError(
-                    f"{self.what} has different {name}: {describe_values(found)}; give the same on "
-                    "all ranks"
+                    f"{self.what} has different {name}: {describe_values(values)}; give the same "
+                    "on all ranks"
                 )
 
     def _exchange(self, data: bytes) -> dict[int, bytes]:
-        begin = _LENGTH.size
         # Of bytes that are too long only their number is sent: all ranks raise the same error.
         frame = _LENGTH.pack(len(data)) + (data if len(data) <= MAX_BYTES else b"")
-        with self._naming_errors():
-            limit = begin + MAX_BYTES
-            rows = gather_bytes(
-                self._group, frame, timeout=self.timeout, what=self.what, limit=limit
-            )
-            by_move = rows is None
-            if rows is None:
-                rows = self._move_rows(frame, FIRST_BYTES)
-        lengths = {rank: _LENGTH.unpack(row[:begin])[0] for rank, row in rows.items()}
-        rank, longest = max(lengths.items(), key=lambda item: item[1])
-        if longest > MAX_BYTES:
-            raise self.error(
-                f"rank {rank} has {longest} bytes to send in {self.what}: at most {MAX_BYTES} work"
-            )
-        if by_move and longest > FIRST_BYTES - begin:
-            # Powers of two, so that there are few plans.
-            with self._naming_errors():
-                rows = self._move_rows(frame, 1 << (longest + begin - 1).bit_length())
-        return {rank: rows[rank][begin : begin + length] for rank, length in lengths.items()}
-
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        group = self.group or dist.group.WORLD
-        assert group is not None
-        return group
-
-    @contextmanager
-    def _naming_errors(self) -> Iterator[None]:
-        """Add what the ranks are doing to an error of the exchange."""
+        group: Any = self.group or dist.group.WORLD
+        limit = _LENGTH.size + MAX_BYTES
         try:
-            yield
+            rows = gather_bytes(group, frame, timeout=self.timeout, what=self.what, limit=limit)
+            if rows is None:
+                rows = self._move_rows(group, frame, FIRST_BYTES)
+                longest = max(map(_length, rows.values())) + _LENGTH.size
+                if FIRST_BYTES < longest <= limit:
+                    # Powers of two, so that there are few plans.
+                    rows = self._move_rows(group, frame, 1 << (longest - 1).bit_length())
         except LiveError as error:
             raise type(error)(f"{error}, in {self.what}") from None
+        for rank, row in rows.items():
+            if _length(row) > MAX_BYTES:
+                raise self.error(
+                    f"rank {rank} has {_length(row)} bytes to send in {self.what}: at most "
+                    f"{MAX_BYTES} work"
+                )
+        begin = _LENGTH.size
+        return {rank: row[begin : begin + _length(row)] for rank, row in rows.items()}
 
-    def _move_rows(self, frame: bytes, size: int) -> dict[int, bytes]:
+    def _move_rows(self, group: dist.ProcessGroup, frame: bytes, size: int) -> dict[int, bytes]:
         """Move one row of bytes from each rank to all of them, between hosts."""
-        ranks, known = sorted(self.ranks), _plans.setdefault(self._group, {})
-        if size not in known:
+        ranks, plans = sorted(self.ranks), _plans.setdefault(group, {})
+        if size not in plans:
             mesh, shape = Mesh(rank=len(ranks), ranks=ranks), (len(ranks), size)
             layouts = Layout(mesh, "rank -"), Layout(mesh, "- -")
             have, want = ({ROW: TensorSpec(shape, "uint8", layout)} for layout in layouts)
-            known[size] = plan(have, want)
-        row = np.zeros((1, size), dtype=np.uint8)
-        part = frame[:size]
-        row[0, : len(part)] = np.frombuffer(part, dtype=np.uint8)
+            plans[size] = plan(have, want)
+        row = np.frombuffer(bytearray(frame[:size].ljust(size, b"\0")), dtype=np.uint8)[None]
         rows = torch.from_numpy(np.empty((len(ranks), size), dtype=np.uint8))
         run(
-            known[size], {ROW: torch.from_numpy(row)}, into={ROW: rows}, group=self.group,
+            plans[size], {ROW: torch.from_numpy(row)}, into={ROW: rows}, group=self.group,
             timeout=self.timeout, progress=False,
         )  # fmt: skip
         return {rank: rows[at].numpy().tobytes() for at, rank in enumerate(ranks)}
@@ -243,6 +222,11 @@ class Agreement:
             with suppress(TypeError):  # the two cannot be combined
                 base = type(base.__name__, (base, other), {"__str__": Exception.__str__})
         return base(text)
+
+
+def _length(row: bytes) -> int:
+    """The number of bytes that a rank has to send, with which its row begins."""
+    return int(_LENGTH.unpack_from(row)[0])
 
 
 def describe_values(values: Mapping[int, Any], verbs: tuple[str, str] = ("has", "have")) -> str:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from reshard.dtypes import accumulator
-from reshard.errors import LiveError
 from reshard.layout.box import Box
 from reshard.layout.boxlist import LocalPieces
 from reshard.layout.layout import BoxLayout
@@ -24,15 +23,14 @@ from reshard.live import api
 from reshard.live.inputs.bound import materialize
 from reshard.planning.adjoint import SumMove
 from reshard.planning.plans import ONE, Plan
+from reshard.tensors.kinds import joined
 
 T = TypeVar("T")
 
 
 def gradient_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options of a move, for the moves of its gradients, which belong to autograd.
-
-    A donated gradient would be freed, and other tensors may have the same one.
-    """
+    """The options of a move for that of its gradient, which is not donated: autograd may use it for
+    other tensors too."""
     return {name: value for name, value in options.items() if name != "donate"}
 
 
@@ -45,8 +43,6 @@ class Backward:
     """What the sums are divided by: the number of addends of an average, otherwise 1."""
     group: dist.ProcessGroup | None
     options: Mapping[str, Any]
-    device: torch.device | str | None = None
-    """Where the hidden leaf of a rank without a source is."""
 
     def run(self, gradient: Tensor | None, device: torch.device) -> Tensor | None:
         """This rank's part of the gradients at the other end; None if it has none."""
@@ -91,16 +87,17 @@ class Backward:
         return result
 
     def _sum_boxes(self, gradient: Tensor | None, device: torch.device) -> Tensor | None:
-        """The sums of the boxes that this rank is the first to hold, not rounded yet.
-
-        None if there are none.
-        """
+        """The sums, not rounded yet, of the boxes that this rank is the first to hold, if any."""
         rank, move = dist.get_rank(), self.move
         own = [boxes.get(rank, ()) for boxes in move.spread.holding]
-        total, later = None, {}
+        total, later = None, dict[int, Tensor]()
         if gradient is not None and any(own):
             pieces = LocalPieces(move.have.pieces(rank, move.shape), len(move.shape))
-            later = {n: _join(gradient, pieces, boxes) for n, boxes in enumerate(own) if boxes}
+            gradient = gradient.contiguous()
+            for number, boxes in enumerate(own):
+                part = joined([_view(gradient, pieces, box) for box in boxes])
+                if part is not None:
+                    later[number] = part.contiguous()
             wide: torch.dtype = getattr(torch, accumulator(move.dtype))
             total = later.pop(0).to(wide) if 0 in later else None
         gather = move.spread.gather
@@ -121,20 +118,10 @@ class Backward:
 
 
 def _view(tensor: Tensor, pieces: LocalPieces, box: Box) -> Tensor:
-    """The view of a box in a rank's local tensor, which is contiguous."""
-    found = pieces.find(box)
-    if found is None:
-        raise LiveError(f"box {box} is not on this rank: this is a mistake in reshard")
-    return tensor.as_strided(box.shape, found[1], tensor.storage_offset() + found[0])
-
-
-def _join(tensor: Tensor, pieces: LocalPieces, boxes: Sequence[Box]) -> Tensor:
-    """Boxes as ``Layout.from_boxes`` has them: one as it is, several flattened and joined."""
-    tensor = tensor.contiguous()
-    views = [_view(tensor, pieces, box) for box in boxes]
-    if len(views) == 1:
-        return views[0].contiguous()
-    return torch.cat([view.reshape(-1) for view in views])
+    """The view of a box in a rank's local tensor, which is contiguous and has all of the box."""
+    place = pieces.find(box)
+    assert place is not None
+    return tensor.as_strided(box.shape, place[1], tensor.storage_offset() + place[0])
 
 
 def _by_box(flat: Tensor, boxes: Sequence[Box]) -> Iterator[tuple[Box, Tensor]]:
@@ -142,22 +129,35 @@ def _by_box(flat: Tensor, boxes: Sequence[Box]) -> Iterator[tuple[Box, Tensor]]:
     return zip(boxes, flat.split_with_sizes([box.size for box in boxes]), strict=True)
 
 
-def attach(source: Tensor | None, leaf: Tensor | None, moved: Tensor, backward: Backward) -> Tensor:
+def attach(source: Tensor | None, moved: Tensor, backward: Backward) -> Tensor:
     """The result of a move with its gradient function: from the source, or from a hidden leaf."""
-    is_hidden = source is None
-    shares_memory = False
-    if source is not None:
-        leaf, places = source, {one.untyped_storage().data_ptr() for one in (source, moved)}
-        shares_memory = moved.numel() > 0 and len(places) == 1
-    elif leaf is None:
-        leaf = torch.zeros(0, device=backward.device or "cpu", requires_grad=True)
+    leaf = torch.zeros(0, device=moved.device, requires_grad=True) if source is None else source
+    places = {one.untyped_storage().data_ptr() for one in (leaf, moved)}
+    shares_memory = moved.numel() > 0 and len(places) == 1
     like = _like(leaf)
     return linear(
         # A view, so that in-place writes raise: they would change the source as well.
         (lambda: moved.view_as(moved)) if shares_memory else (lambda: moved),
-        lambda gradient: _move_back(gradient, backward, like, is_hidden),
+        lambda gradient: _move_back(gradient, backward, like),
         leaf,
     )
+
+
+def _move_back(gradient: Tensor, backward: Backward, like: Mapping[str, Any]) -> Tensor:
+    """The gradient of a source or a leaf that is like this, differentiable again."""
+    kind: torch.dtype = getattr(torch, backward.move.dtype)
+
+    def compute() -> Tensor:
+        # A rank that got nothing has an empty gradient, a rank without a source an empty leaf.
+        holds = backward.move.have.holds(dist.get_rank()) is not None
+        local = materialize(_cast_gradient(gradient.detach(), kind)) if holds else None
+        result = backward.run(local, like["device"])
+        if result is None or not result.numel():
+            return torch.zeros(**like)
+        return _cast_gradient(result, like["dtype"])
+
+    back, like_gradient = replace(backward, move=backward.move.back), _like(gradient)
+    return linear(compute, lambda again: _move_back(again, back, like_gradient), gradient)
 
 
 def _cast_gradient(tensor: Tensor, kind: torch.dtype) -> Tensor:
@@ -184,8 +184,8 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        found = ctx.adjoint(*gradients)
-        return None, None, *(found if isinstance(found, tuple) else (found,))
+        adjoints = ctx.adjoint(*gradients)
+        return None, None, *(adjoints if isinstance(adjoints, tuple) else (adjoints,))
 
 
 def linear(compute: Callable[[], T], adjoint: Callable[..., Any], *tensors: Tensor) -> T:
@@ -196,28 +196,3 @@ def linear(compute: Callable[[], T], adjoint: Callable[..., Any], *tensors: Tens
     """
     result: T = Linear.apply(compute, adjoint, *tensors)  # type: ignore[no-untyped-call]
     return result
-
-
-class _MoveBack(torch.autograd.Function):
-    """Moves gradients back, differentiable again."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, gradient: Tensor, backward: Backward, like: dict[str, Any], hidden: bool
-    ) -> Tensor:
-        ctx.back, ctx.like = replace(backward, move=backward.move.back), _like(gradient)
-        kind: torch.dtype = getattr(torch, backward.move.dtype)
-        # A rank that got nothing has an empty gradient, a rank without a source an empty leaf.
-        holds = backward.move.have.holds(dist.get_rank()) is not None
-        local = materialize(_cast_gradient(gradient.detach(), kind)) if holds else None
-        result = backward.run(local, like["device"])
-        if hidden or result is None:
-            return torch.zeros(**like)
-        return _cast_gradient(result, like["dtype"])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _move_back(gradients[0], ctx.back, ctx.like, False), None, None, None
-
-
-_move_back: Callable[..., Tensor] = _MoveBack.apply

@@ -36,6 +36,7 @@ from reshard.layout.mesh import Mesh, format_ranks
 from reshard.layout.spec import TensorSpec, holds_alike
 from reshard.tensors.agreement import Agreement
 from reshard.tensors.local import whole_on
+from reshard.tensors.tensor_move import holders
 from reshard.text import quoted
 
 Specs = Mapping[str, TensorSpec]
@@ -74,6 +75,8 @@ def _write(side: str, specs: Specs) -> str:
     for name, spec in specs.items():
         if not isinstance(spec, TensorSpec):
             raise TensorError(f"{side}[{quoted(name)}] is a {type(spec).__name__}: {GIVE}")
+        if not isinstance(name, str):
+            raise TensorError(f"the name {name!r} in {side}= is a {type(name).__name__}: {GIVE}")
         try:
             spec.layout.dims(spec.shape)
         except ReshardError as error:
@@ -100,10 +103,8 @@ def specs_to_text(specs: Specs) -> str:
 
 
 def specs_from_texts(texts: Mapping[int, str]) -> dict[int, dict[str, TensorSpec]]:
-    """Read what ranks wrote with `specs_to_text`; any other text raises a FormatError.
-
-    Equal texts are read once. Equal specs become one object, so that merging is quick.
-    """
+    """Read what ranks wrote with `specs_to_text`; any other text raises a FormatError. Equal specs
+    become one object, so that merging is quick."""
     layout_from, spec_from = cache(Layout.from_json), cache(_checked_spec)
     read = {text: _read(text, layout_from, spec_from) for text in set(texts.values())}
     return {rank: read[text] for rank, text in texts.items()}
@@ -135,8 +136,8 @@ def _read(
         raise
     except (ReshardError, ValueError, RecursionError) as error:
         raise FormatError(f"the text of specs cannot be read: {error}") from None
-    found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-    raise FormatError(f'this is {quoted(found)} and not whole "{SCHEMA}"')
+    kind = data.get("schema") if isinstance(data, dict) else type(data).__name__
+    raise FormatError(f'this is {quoted(kind)} and not whole "{SCHEMA}"')
 
 
 def _kind(data: Any, layouts: list[Layout]) -> tuple[tuple[int, ...], str, Layout]:
@@ -168,9 +169,8 @@ def _read_names(
     return read
 
 
-MOST_NAMED = 4
-
-MOST_BOXES = 2
+MOST_NAMED, MOST_BOXES = 4, 2
+"""Names and boxes that an error lists."""
 
 NOT_JOINED = (
     "sub-meshes with pending sums or interleaved blocks must have the same axes and words to be "
@@ -183,6 +183,14 @@ PLAIN = (
 )
 
 ByRank = Mapping[int, TensorSpec]
+
+
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    """Two ranks whose specs of one tensor contradict each other, and the reason."""
+
+    ranks: tuple[int, int]
+    why: str
 
 
 def merge_specs(specs: Mapping[int, Mapping[str, TensorSpec]]) -> dict[str, TensorSpec]:
@@ -200,7 +208,7 @@ def merge_specs(specs: Mapping[int, Mapping[str, TensorSpec]]) -> dict[str, Tens
         for name, spec in specs[rank].items():
             by_name.setdefault(name, {})[rank] = spec
     every = {id(spec): spec for by_rank in by_name.values() for spec in by_rank.values()}
-    layouts = {spec.layout: None for spec in every.values()}
+    layouts = dict.fromkeys(spec.layout for spec in every.values())
     meshes = tuple({one.mesh: None for one in layouts if not isinstance(one, BoxLayout)})
     in_words = cache(partial(_in_words, meshes=meshes))
     merged: dict[str, TensorSpec] = {}
@@ -210,7 +218,7 @@ def merge_specs(specs: Mapping[int, Mapping[str, TensorSpec]]) -> dict[str, Tens
         # Equal specs are one object, unless there are very many.
         key = tuple(map(id, by_rank.values()))
         if key not in known:
-            known[key] = _merged([every[one] for one in dict.fromkeys(key)], in_words)
+            known[key] = _merged(by_rank, in_words)
         result = known[key]
         if isinstance(result, _Difference):
             differing[name] = result
@@ -222,113 +230,82 @@ def merge_specs(specs: Mapping[int, Mapping[str, TensorSpec]]) -> dict[str, Tens
     return merged
 
 
-@dataclass(frozen=True, slots=True)
-class _Difference:
-    """Two specs of one tensor that contradict each other, and the reason."""
-
-    one: TensorSpec
-    other: TensorSpec
-    why: str
-
-
 def _merged(
-    specs: Sequence[TensorSpec], in_words: Callable[[tuple[Layout, ...]], Layout | None]
+    by_rank: ByRank, in_words: Callable[[tuple[Layout, ...]], Layout | None]
 ) -> TensorSpec | _Difference:
-    first = specs[0]
-    for spec in specs:
+    first_rank, first = next(iter(by_rank.items()))
+    described_by: dict[Layout, int] = {}
+    for rank, spec in by_rank.items():
         if (spec.shape, spec.dtype) != (first.shape, first.dtype):
-            return _Difference(first, spec, "shape and dtype of a tensor must be the same")
-    layouts = _without_repeats(first, [*dict.fromkeys(spec.layout for spec in specs)])
+            return _Difference((first_rank, rank), "shape and dtype of a tensor must be the same")
+        described_by.setdefault(spec.layout, rank)
+    layouts = _without_repeats(described_by, first.shape)
     if isinstance(layouts, _Difference):
         return layouts
     layout = in_words(layouts) or _in_boxes(layouts, first.shape)
     if layout is None:
-        one, other = (replace(first, layout=each) for each in layouts[:2])
-        return _Difference(one, other, NOT_JOINED)
+        return _Difference((described_by[layouts[0]], described_by[layouts[1]]), NOT_JOINED)
     return first if layout is first.layout else replace(first, layout=layout)
 
 
-def _held(layout: Layout, rank: int, shape: tuple[int, ...]) -> str:
+def _message(names: Sequence[str], by_rank: ByRank, difference: _Difference) -> str:
+    # Plain tensors, which are whole on one rank, are alike.
+    kinds = {
+        rank: (spec.dtype, spec.shape, None if spec.layout == whole_on((rank,)) else spec.layout)
+        for rank, spec in by_rank.items()
+    }
+    sides = []
+    for dtype, shape, layout in (kinds[rank] for rank in difference.ranks):
+        ranks = [rank for rank, kind in kinds.items() if kind == (dtype, shape, layout)]
+        by = f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"
+        how = "whole" if layout is None else f"{quoted(layout)} over {quoted(layout.mesh)}"
+        how = quoted(repr(layout)) if isinstance(layout, BoxLayout) else how
+        sides.append(f"{dtype} {shape} {how} according to {by}")
+    more, some = len(names) - 1, ", ".join(map(quoted, names[1:][:MOST_NAMED]))
+    others = f" (and {more} more tensor{'s' * (more > 1)}, such as {some})" if more else ""
+    plain = any(kinds[rank][2] is None for rank in difference.ranks)
+    return (
+        f"{quoted(names[0])} is {' and '.join(sides)}{others}: {difference.why}; "
+        f"{PLAIN if plain else RENAME}"
+    )
+
+
+def _without_repeats(
+    described_by: Mapping[Layout, int], shape: tuple[int, ...]
+) -> tuple[Layout, ...] | _Difference:
+    """Drop layouts whose ranks all occur in larger ones, if both give each rank the same boxes."""
+    if sum(len(layout.ranks) for layout in described_by) == len(_ranks(described_by)):
+        return tuple(described_by)
+    by_rank: dict[int, Layout] = {}
+    kept = set()
+    for layout in sorted(described_by, key=lambda layout: -len(layout.ranks)):
+        for rank in layout.ranks:
+            other = by_rank.get(rank)
+            if other is not None and not holds_alike(layout, other, rank, shape):
+                one, two = (_boxes_text(each, rank, shape) for each in (other, layout))
+                why = f"the first gives rank {rank} {one}, the second {two}"
+                return _Difference((described_by[other], described_by[layout]), why)
+        if not by_rank.keys() >= set(layout.ranks):
+            kept.add(layout)
+            for rank in layout.ranks:
+                by_rank.setdefault(rank, layout)
+    return tuple(layout for layout in described_by if layout in kept)
+
+
+def _boxes_text(layout: Layout, rank: int, shape: tuple[int, ...]) -> str:
     boxes = [str(piece.box) for piece in layout.pieces(rank, shape)]
     more = f" and {len(boxes) - MOST_BOXES} more boxes" if len(boxes) > MOST_BOXES else ""
     pending = f" of a pending {layout.reduce[0]}" if layout.reduce else ""
     return (", ".join(boxes[:MOST_BOXES]) or "nothing") + more + pending
 
 
-def _message(names: Sequence[str], by_rank: ByRank, difference: _Difference) -> str:
-    sides = [_ranks_with(spec, by_rank) for spec in (difference.one, difference.other)]
-    more, some = len(names) - 1, ", ".join(map(quoted, names[1:][:MOST_NAMED]))
-    others = f" (and {more} more tensor{'s' * (more > 1)}, such as {some})" if more else ""
-    plain = any(_is_plain(*next(iter(side.items()))) for side in sides)
-    return (
-        f"{quoted(names[0])} is {' and '.join(map(_text, sides))}{others}: {difference.why}; "
-        f"{PLAIN if plain else RENAME}"
-    )
-
-
-def _ranks_with(wanted: TensorSpec, by_rank: ByRank) -> ByRank:
-    """The ranks that give this spec; ranks with plain tensors of the same shape are one group."""
-    alike = {
-        rank: spec
-        for rank, spec in by_rank.items()
-        if (spec.shape, spec.dtype) == (wanted.shape, wanted.dtype)
-    }
-    # Layouts are compared as they are written: ``==`` of specs compares boxes, which is slower.
-    equal = {rank: spec for rank, spec in alike.items() if spec.layout == wanted.layout}
-    if not _is_plain(*next(iter(equal.items()))):
-        return equal
-    return {rank: spec for rank, spec in alike.items() if _is_plain(rank, spec)}
-
-
-def _is_plain(rank: int, spec: TensorSpec) -> bool:
-    """Whether a rank describes the whole tensor on itself and on no other rank."""
-    return spec.layout == whole_on((rank,))
-
-
-def _text(by_rank: ByRank) -> str:
-    rank, spec = next(iter(by_rank.items()))
-    layout = spec.layout
-    how = f"{quoted(layout)} over {quoted(layout.mesh)}"
-    if _is_plain(rank, spec):
-        how = "whole"
-    elif isinstance(layout, BoxLayout):
-        how = quoted(repr(layout))
-    ranks = f"rank{'s' if len(by_rank) > 1 else ''} {format_ranks(tuple(by_rank))}"
-    return f"{spec.dtype} {spec.shape} {how} according to {ranks}"
-
-
 REPLICA = "replica"
 """The name of the added axis if no mesh in the state dict contains the sub-meshes."""
 
 
-def _without_repeats(
-    spec: TensorSpec, layouts: Sequence[Layout]
-) -> tuple[Layout, ...] | _Difference:
-    """Drop layouts whose ranks all occur in larger ones, if both give each rank the same boxes."""
-    if sum(len(layout.ranks) for layout in layouts) == len(_ranks(layouts)):
-        return tuple(layouts)
-    by_rank: dict[int, Layout] = {}
-    kept = set()
-    for layout in sorted(layouts, key=lambda layout: -len(layout.ranks)):
-        for rank in layout.ranks:
-            other = by_rank.get(rank)
-            if other is not None and not holds_alike(layout, other, rank, spec.shape):
-                one, two = (_held(each, rank, spec.shape) for each in (other, layout))
-                why = f"the first gives rank {rank} {one}, the second {two}"
-                sides = replace(spec, layout=other), replace(spec, layout=layout)
-                return _Difference(*sides, why)
-        if not by_rank.keys() >= set(layout.ranks):
-            kept.add(layout)
-            for rank in layout.ranks:
-                by_rank.setdefault(rank, layout)
-    return tuple(layout for layout in layouts if layout in kept)
-
-
 def _in_words(layouts: Sequence[Layout], meshes: Iterable[Mesh]) -> Layout | None:
-    """One layout in words, on one of the given meshes if it has these sub-meshes; else None.
-
-    The layouts must be whole, or the same words on sub-meshes that have no rank in common.
-    """
+    """One layout in words, on one of these meshes if it has the sub-meshes; None unless all are
+    whole, or the same words on sub-meshes that have no rank in common."""
     if len(layouts) == 1:
         return layouts[0]
     ranks = _ranks(layouts)
@@ -351,13 +328,15 @@ def _in_words(layouts: Sequence[Layout], meshes: Iterable[Mesh]) -> Layout | Non
 
 def _in_boxes(layouts: Sequence[Layout], shape: tuple[int, ...]) -> Layout | None:
     """A layout of all boxes; None if a local tensor is not the concatenation of its boxes."""
-    by_rank = {
-        rank: layout
-        for layout in layouts
-        for rank in layout.ranks
-        if layout.holds(rank) is not None
-    }
-    boxes = {rank: _boxes(layout, rank, shape) for rank, layout in by_rank.items()}
+    by_rank = {rank: layout for layout in layouts for rank in holders(layout)}
+    boxes: dict[int, Sequence[Box]] = {}
+    for rank, layout in by_rank.items():
+        boxes[rank] = [piece.box for piece in layout.pieces(rank, shape)]
+        local = layout.local_shape(rank, shape)
+        if isinstance(layout, BoxLayout):
+            boxes[rank] = layout.boxes[rank]
+        elif not boxes[rank] and len(local) == len(shape):  # an empty one keeps its local shape
+            boxes[rank] = [Box((0,) * len(shape), local)]
     union = Layout.from_boxes(shape, boxes)
     fits = all(holds_alike(layout, union, rank, shape) for rank, layout in by_rank.items())
     return union if fits else None
@@ -399,14 +378,3 @@ def _stacked(subs: Sequence[Mesh]) -> Mesh:
         if at == 0 or bool((np.diff(ranks) > 0).all()):
             break
     return Mesh(ranks=ranks.tolist(), **dict([*axes[:at], (name, len(subs)), *axes[at:]]))
-
-
-def _boxes(layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[Box, ...]:
-    """A rank's boxes in the order of its local tensor; an empty one keeps its local shape."""
-    if isinstance(layout, BoxLayout):
-        return layout.boxes[rank]
-    boxes = tuple(piece.box for piece in layout.pieces(rank, shape))
-    local = layout.local_shape(rank, shape)
-    if boxes or len(local) != len(shape):
-        return boxes
-    return (Box((0,) * len(shape), local),)

@@ -1,4 +1,4 @@
-"""Kinds of tensors, recognized without importing modules that the caller has not imported.
+"""Kinds of tensors, recognized without importing modules that the caller has not imported; parts.
 
 ``torch.distributed.tensor`` takes a second to import. A DTensor can only exist where that module is
 loaded, so a look into ``sys.modules`` is enough.
@@ -7,34 +7,17 @@ loaded, so a look into ``sys.modules`` is enough.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from typing import Protocol, TypeGuard
+    from typing import TypeGuard
 
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
     from torch.distributed.tensor import DTensor
-
-    from reshard.layout.layout import Layout
-
-    class Content(Protocol):
-        """What a rank holds of one of our sharded tensors."""
-
-        parts: tuple[torch.Tensor, ...]
-
-    class OwnShardedTensor(Protocol):
-        """Our own sharded tensor; its class is in a package above this one."""
-
-        cut: Layout
-        _content: Content
-
-        def _for_move(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-            """This rank's parts, with gradients; where it has none, a leaf for them."""
-
 
 NOT_COMPILED = "reshard moves data between processes, which is not a part of a graph"
 
@@ -56,8 +39,8 @@ def is_sharded_tensor(value: object) -> TypeGuard[ShardedTensor]:
     return _is_instance(value, module, "ShardedTensorBase")
 
 
-def is_own_sharded_tensor(value: object) -> TypeGuard[OwnShardedTensor]:
-    """Whether this is our own ShardedTensor, which has a layout and parts."""
+def is_own_sharded_tensor(value: object) -> TypeGuard[Any]:
+    """Whether this is our own ShardedTensor, whose class is in a package above this one."""
     return _is_instance(value, "reshard.sharded.tensor", "ShardedTensor")
 
 
@@ -88,6 +71,13 @@ def wait_ready(tensor: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = tensor.wait()  # type: ignore[attr-defined]
         return result
     return tensor
+
+
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Parts as one local tensor: one as it is, several flattened and joined."""
+    if len(parts) > 1:
+        return torch.cat([part.reshape(-1) for part in parts])
+    return parts[0] if parts else None
 
 
 def not_compiled(function: F) -> F:

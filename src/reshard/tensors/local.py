@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import lru_cache
 from operator import add, sub
 from typing import TYPE_CHECKING
@@ -24,6 +23,7 @@ from reshard.tensors.kinds import (
     this_rank,
     wait_ready,
 )
+from reshard.tensors.kinds import joined as joined
 
 if TYPE_CHECKING:
     from torch.distributed._shard.metadata import ShardMetadata
@@ -44,7 +44,8 @@ def layout_of(tensor: torch.Tensor) -> Layout:
     if is_sharded_tensor(tensor):
         return _sharded_layout(tensor)
     if is_own_sharded_tensor(tensor):
-        return tensor.cut
+        layout: Layout = tensor.cut
+        return layout
     if isinstance(tensor, torch.Tensor):
         return whole_on((this_rank(),))
     raise TensorError(
@@ -54,11 +55,7 @@ def layout_of(tensor: torch.Tensor) -> Layout:
 
 @lru_cache(maxsize=64)
 def whole_on(ranks: tuple[int, ...]) -> Layout:
-    """The whole tensor on each of these ranks.
-
-    >>> whole_on((3, 5))
-    Layout(Mesh(rank=2, ranks=range(3, 6, 2)), '...')
-    """
+    """The whole tensor on each of these ranks."""
     return Layout(Mesh(rank=len(ranks), ranks=ranks), "...")
 
 
@@ -100,13 +97,6 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return joined(parts_of(tensor))
 
 
-def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Parts as one local tensor: one as it is, several flattened and joined."""
-    if len(parts) > 1:
-        return torch.cat([part.reshape(-1) for part in parts])
-    return parts[0] if parts else None
-
-
 def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """This rank's parts, in the order in which its layout lists their boxes; no autograd."""
     if type(tensor) is torch.Tensor:
@@ -121,7 +111,7 @@ def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         shards = sorted(tensor.local_shards(), key=lambda shard: _box(shard.metadata, shape))
         return tuple(shard.tensor for shard in shards)
     if is_own_sharded_tensor(tensor):
-        return tensor._content.parts
+        return tuple(tensor._content.parts)
     return (wait_ready(tensor),)
 
 
@@ -139,13 +129,13 @@ def _sharded_layout(tensor: ShardedTensor) -> Layout:
             )
         # torch uses global ranks on sub-groups too.
         boxes.setdefault(owner, []).append(_box(shard, shape))
-    stated = sorted(boxes.get(rank, ()))
-    held = sorted(_box(shard.metadata, shape) for shard in tensor.local_shards())
-    if held != stated:
-        found, expected = (", ".join(map(str, listed)) or "none" for listed in (held, stated))
+    local = sorted(_box(shard.metadata, shape) for shard in tensor.local_shards())
+    if local != sorted(boxes.get(rank, ())):
+        both = (local, sorted(boxes.get(rank, ())))
+        shards, stated = (", ".join(map(str, listed)) or "none" for listed in both)
         raise LayoutError(
-            f"rank {rank} holds shards {found} and the metadata of the tensor {shape} gives it "
-            f"{expected}: make both from one sharding spec"
+            f"rank {rank} holds shards {shards} and the metadata of the tensor {shape} gives it "
+            f"{stated}: make both from one sharding spec"
         )
     return Layout.from_boxes(shape, {one: sorted(boxes[one]) for one in sorted(boxes)})
 
@@ -162,21 +152,20 @@ def check_matches(tensor: torch.Tensor, planned: TensorSpec, name: str, is_sourc
     """Refuse a DTensor or ShardedTensor whose layout is not the planned one on some rank.
 
     A tensor on a sub-mesh does not know of its replicas, so the plan may have more ranks. Of a
-    source it may also have fewer: a replica that it does not have is not read. Shape and dtype of
-    plain tensors are checked where they are moved.
+    source it may also have fewer: other replicas are not read. The engine checks plain tensors.
     """
     if not has_layout(tensor):
         return
     role = "to move" if is_source else "to move into"
     try:
-        found = spec_of(tensor)
+        spec = spec_of(tensor)
     except LayoutError as error:
         raise TensorError(f'"{name}" {role}: {error}') from None
     matches = agrees if is_source else is_part_of
-    is_same = (found.shape, found.dtype) == (planned.shape, planned.dtype)
-    if not is_same or not matches(found.layout, planned.layout, found.shape):
+    is_same = (spec.shape, spec.dtype) == (planned.shape, planned.dtype)
+    if not is_same or not matches(spec.layout, planned.layout, spec.shape):
         raise TensorError(
-            f'"{name}" {role} is a {type(tensor).__name__} {_describe(found)} and the plan says '
+            f'"{name}" {role} is a {type(tensor).__name__} {_describe(spec)} and the plan says '
             f"{_describe(planned)}: plan with what rs.describe says of the tensors you give, "
             "merged by rs.exchange"
         )
@@ -188,35 +177,24 @@ def _describe(spec: TensorSpec) -> str:
     return f"{spec.dtype}{list(spec.shape)} {how}"
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Destination:
-    """The memory that a result is written to on this rank."""
-
-    local: torch.Tensor | None
-    """What a move writes to; for several parts, a staging tensor of all of them."""
-    parts: tuple[torch.Tensor, ...]
-    whole: torch.Tensor
-    """The tensor of any kind, which consists of the parts of all ranks."""
-
-    def complete(self) -> None:
-        """Copy from the staging tensor to the parts, where there are several."""
-        if has_layout(self.whole):
-            # Autograd may have kept the whole tensor, which does not notice writes to its parts.
-            torch.autograd.graph.increment_version(self.whole)
-        if self.local is None or len(self.parts) < 2:
-            return
-        values = self.local.split_with_sizes([part.numel() for part in self.parts])
-        for part, value in zip(self.parts, values, strict=True):
-            part.detach().copy_(value.view(part.shape))
-
-
-def destination_of(tensor: torch.Tensor) -> Destination:
-    """The memory of a tensor of any kind as a destination."""
+def destination_of(tensor: torch.Tensor) -> tuple[torch.Tensor | None, Callable[[], None]]:
+    """What a move into a tensor writes to on this rank, which is a staging tensor if it has several
+    parts, and the function that completes the tensor afterwards."""
     parts = parts_of(tensor)
     local = parts[0] if parts else None
     if len(parts) > 1:
         local = parts[0].new_empty(sum(part.numel() for part in parts))
-    return Destination(local, parts, tensor)
+
+    def complete() -> None:
+        if has_layout(tensor):
+            # Autograd may have kept the whole tensor, which does not notice writes to its parts.
+            torch.autograd.graph.increment_version(tensor)
+        if local is not None and len(parts) > 1:
+            values = local.split_with_sizes([part.numel() for part in parts])
+            for part, value in zip(parts, values, strict=True):
+                part.detach().copy_(value.view(part.shape))
+
+    return local, complete
 
 
 def piece_view(local: torch.Tensor, piece: Piece) -> torch.Tensor:

@@ -8,15 +8,16 @@ out = rs.move(None, have, want, shape=..., dtype="bfloat16")    # on a rank that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from operator import index
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack, overload
 
 import torch
 import torch.distributed as dist
 
-from reshard.dtypes import ITEMSIZE, canonical_dtype
+from reshard.dtypes import canonical_dtype
 from reshard.errors import ReshardError, TensorError
 from reshard.layout.layout import Layout
 from reshard.layout.spec import is_part_of
@@ -28,17 +29,25 @@ from reshard.tensors.kinds import (
     has_layout,
     is_dtensor,
     is_own_sharded_tensor,
+    is_sharded_tensor,
     not_compiled,
 )
 from reshard.tensors.local import (
-    Destination,
     check_dense,
     check_matches,
     destination_of,
+    layout_of,
     local_of,
     spec_of,
 )
-from reshard.tensors.tensor_move import NO_OPTIONS, USUAL_MEMORY, Grad, TensorMove, move_between
+from reshard.tensors.tensor_move import (
+    NO_OPTIONS,
+    USUAL_MEMORY,
+    Grad,
+    TensorMove,
+    holders,
+    move_between,
+)
 from reshard.text import parse_bytes
 
 if TYPE_CHECKING:
@@ -50,10 +59,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T", bound=torch.Tensor)
-Source = Callable[[], tuple[torch.Tensor | None, torch.Tensor | None]]
-"""Gives the local tensor, or a leaf that stands for it in backward."""
-
-DTYPE_NAMES = {getattr(torch, name): name for name in ITEMSIZE if hasattr(torch, name)}
 DESTINATION_TYPES = (Layout, tuple, list)
 DESTINATIONS = "give want=rs.Layout(mesh, words), or to=(device_mesh, [Shard(0), ...])"
 
@@ -146,12 +151,9 @@ def move(
         and (forward_dtype is None and backward_dtype is None and not num_modes())
     ):
         ranks = partial(_named_ranks, (tensor,))
-        return with_ticket(None, ranks, _dtensors.repeat, tensor, to, _move_by_default)
-    source: Any = _read(have) if isinstance(have, str) else have
-    destination: Any = _read(want) if isinstance(want, str) else want
-    target: Any = _read(to) if isinstance(to, str) else to
+        return with_ticket(None, ranks, _repeat_or_move, tensor, to)
     request = Request(
-        tensor, target, source, destination, shape, dtype, cast_to, device, memory, into,
+        tensor, to, have, want, shape, dtype, cast_to, device, memory, into,
         forward_dtype, backward_dtype, grad, async_op, options,
     )  # fmt: skip
     if are_ranks_simulated():
@@ -159,44 +161,33 @@ def move(
             "LocalTensorMode runs all ranks in this process, and a move is between processes: run "
             "it in a job of several ranks, or use DTensor.redistribute"
         )
-    on_own_mesh = have is None and is_dtensor(tensor) and request.is_on_own_mesh()
-    if have is None and is_dtensor(tensor):
-        placements = None if on_own_mesh else _redistribution().expressible(tensor)
+    if have is None and is_dtensor(tensor) and not request.is_on_own_mesh():
+        placements = _redistribution().expressible(tensor)
         if placements is not None:
             # In a call of its own: a layout cannot express the placements of the tensor.
-            to = (tensor.device_mesh, placements)
-            request = request._replace(tensor=move(tensor, to=to, group=group, **options))
-    ranks = partial(_named_ranks, (tensor, source, destination, target))
-    return with_ticket(group, ranks, _move, request, on_own_mesh)
-
-
-def _move_by_default(ticket: Ticket, tensor: DTensor, to: OnMesh) -> Any:
-    """Move a DTensor on its mesh, with nothing else asked for."""
-    return _move(ticket, Request(tensor, to), True)
+            on_mesh = (tensor.device_mesh, placements)
+            request = request._replace(tensor=move(tensor, to=on_mesh, group=group, **options))
+    ranks = partial(_named_ranks, (tensor, have, want, to))
+    return with_ticket(group, ranks, _move, request)
 
 
 def _named_ranks(arguments: Iterable[Any]) -> set[int]:
     """The ranks that the arguments of a move name, as far as they can be understood."""
-    found: set[int] = set()
-    for one in arguments:
-        layout = one
-        if is_dtensor(one):
-            found |= set(one.device_mesh.mesh.flatten().tolist())
-        elif has_layout(one):
-            layout = spec_of(cast(torch.Tensor, one)).layout
-        elif isinstance(one, tuple | list) and one and hasattr(one[0], "mesh"):
-            found |= set(one[0].mesh.flatten().tolist())
+    ranks: set[int] = set()
+    for argument in arguments:
+        layout = argument
+        if is_dtensor(argument):
+            ranks |= set(argument.device_mesh.mesh.flatten().tolist())
+        elif isinstance(argument, tuple | list) and argument and hasattr(argument[0], "mesh"):
+            ranks |= set(argument[0].mesh.flatten().tolist())
+        elif has_layout(argument):
+            layout = layout_of(argument)
+        elif isinstance(argument, str):
+            with suppress(ReshardError):
+                layout = Layout.parse(argument)
         if isinstance(layout, Layout):
-            found |= {rank for rank in layout.ranks if layout.holds(rank) is not None}
-    return found
-
-
-def _read(text: str) -> Any:
-    """The layout that a text describes; a wrong text is left, for all ranks to hear of at once."""
-    try:
-        return Layout.parse(text)
-    except ReshardError:
-        return text
+            ranks |= holders(layout)
+    return ranks
 
 
 class Request(NamedTuple):
@@ -204,8 +195,8 @@ class Request(NamedTuple):
 
     tensor: Any
     to: Any
-    have: Layout | None = None
-    want: Layout | None = None
+    have: Layout | str | None = None
+    want: Layout | str | None = None
     shape: Sequence[int] | None = None
     dtype: object = None
     cast_to: object = None
@@ -225,36 +216,31 @@ class Request(NamedTuple):
     def is_on_own_mesh(self) -> bool:
         """Whether a DTensor gets other placements on its own mesh."""
         target = self.target
-        if not isinstance(target, tuple | list) or len(target) != 2:
+        is_pair = isinstance(target, tuple | list) and len(target) == 2
+        if not is_pair or self.have is not None or not is_dtensor(self.tensor):
             return False
         # Comparing takes longer than looking whether it is the same one.
         mesh = self.tensor.device_mesh
         return target[0] is mesh or bool(target[0] == mesh)
 
     def check(self) -> Any:
-        """The destination; refuses one that cannot be understood, and such settings."""
+        """The destination; refuses one that cannot be understood, and settings that do not work."""
         target = self.target
         if target is None or (self.want is not None and self.to is not None):
             raise TensorError("a move needs one destination: give want=layout, or to=")
+        if isinstance(target, str):
+            target = Layout.parse(target)
         if not isinstance(target, DESTINATION_TYPES):
-            if isinstance(target, str):
-                Layout.parse(target)  # which says what is wrong with it
             raise TensorError(f"{_show(target)} is no destination: {DESTINATIONS}")
         if self.grad not in ("sum", "replicated"):
             raise TensorError(f'grad="{self.grad}": it is "sum" or "replicated"')
         if self.async_op is not False and self.async_op is not True:
             raise TensorError(f"async_op={_show(self.async_op)}: give True or False")
-        return target
-
-    def check_dtypes(self, is_on_own_mesh: bool) -> None:
-        """Refuse what is no dtype, and what only a DTensor on its own mesh has."""
-        for name in ("forward_dtype", "backward_dtype"):
-            kind = getattr(self, name)
-            if kind is None:
-                continue
-            if not isinstance(kind, torch.dtype):
+        casts = ("forward_dtype", self.forward_dtype), ("backward_dtype", self.backward_dtype)
+        for name, kind in casts:
+            if kind is not None and not isinstance(kind, torch.dtype):
                 raise TensorError(f"{name}={_show(kind)}: give a dtype, as torch.bfloat16")
-            if not is_on_own_mesh:
+            if kind is not None and not self.is_on_own_mesh():
                 raise TensorError(
                     f"{name}={kind} is for a DTensor that gets other placements on its own mesh: "
                     "give cast_to= for the dtype of the result"
@@ -263,22 +249,16 @@ class Request(NamedTuple):
             raise TensorError(
                 "cast_to= and forward_dtype= both set the dtype of the result: give one of them"
             )
-
-    @property
-    def cast(self) -> str | None:
-        """The dtype of the result, if it is not that of the source."""
-        return None if self.cast_to is None else canonical_dtype(self.cast_to)
+        return target
 
 
 num_modes = torch._C._len_torch_dispatch_stack
 
 _dtensors: Any = None
-"""The module for DTensors, once it was needed: it imports torch.distributed.tensor, which takes a
-second."""
 
 
 def _redistribution() -> Any:
-    """The module for DTensors."""
+    """The module for DTensors, imported when needed: torch.distributed.tensor takes a second."""
     global _dtensors
     if _dtensors is None:
         from reshard.tensors.dtensor import redistribution
@@ -287,110 +267,80 @@ def _redistribution() -> Any:
     return _dtensors
 
 
-def _move(ticket: Ticket, request: Request, on_own_mesh: bool) -> Any:
-    """Move; ``on_own_mesh`` is whether a DTensor gets other placements on its own mesh."""
-    tensor = request.tensor
-    target = request.check()
-    to_layout = isinstance(target, Layout)
-    memory = USUAL_MEMORY if request.memory is None else parse_bytes(request.memory)
-    casts = request.forward_dtype or request.backward_dtype
-    if casts is not None:
-        request.check_dtypes(on_own_mesh)
-    if on_own_mesh and (casts or _redistribution().is_special(tensor, target)):
-        return _redistribute(ticket, request, memory)
-    source, have, shape, dtype = _source(request)
-    want = target if to_layout else _layout_on_mesh(target, shape)
-    dtype = DTYPE_NAMES.get(dtype) or canonical_dtype(dtype)
-    one = move_between(have, want, shape, dtype, request.cast, memory)
-    destination = None if request.into is None else _destination(request.into, one)
-    into = None if destination is None else destination.local
-    if to_layout:
-        moved = one.run(ticket, *source(), into, request.device, request.grad, request.options)
+def _repeat_or_move(ticket: Ticket, tensor: DTensor, to: OnMesh) -> Any:
+    """Move a DTensor on its mesh, with nothing else asked for."""
+    moved = _dtensors.repeat(ticket, tensor, to)
+    return _move(ticket, Request(tensor, to)) if moved is None else moved
+
+
+def _move(ticket: Ticket, request: Request) -> Any:
+    tensor, into = request.tensor, request.into
+    one, how = _prepare(ticket, request, request.check())
+    memory, complete = None, None
+    if into is not None:
+        if not isinstance(into, torch.Tensor):
+            raise TensorError(f"into= is {_show(into)}: give a tensor")
+        check_matches(into, one.plan.want[ONE], ONE, is_source=False)
+        memory, complete = destination_of(into)
+    if how is None:
+        source = _local_source(tensor)
+        moved = one.run(ticket, source, memory, request.device, request.grad, request.options)
+    elif is_dtensor(tensor) and tensor.device_mesh == how.mesh:
+        moved = _dtensors.redistribute(ticket, tensor, how, memory)
+        if request.have is None and into is None and not moved.requires_grad:
+            _dtensors.remember(tensor, request.target[1], how, moved)
     else:
-        moved = _move_to_mesh(ticket, request, source, one, into)
-    if destination is None:
+        source, device = _local_source(tensor), request.device or how.mesh.device_type
+        # Replicas of a DTensor have one gradient.
+        local = one.run(ticket, source, memory, device, "replicated", request.options)
+        moved = _dtensors.wrap_moved(local, how, tensor.stride() if is_dtensor(tensor) else None)
+    if complete is None:
         return moved
-    destination.complete()
-    return request.into
+    complete()
+    return into
 
 
-def _redistribute(ticket: Ticket, request: Request, memory: int) -> Any:
-    """Give a DTensor placements on its mesh, or casts, that a layout alone does not express."""
+def _prepare(ticket: Ticket, request: Request, target: Any) -> tuple[TensorMove, Any]:
+    """The move between layouts, and the `Redistribution` that has it if a DTensor comes out."""
+    memory = USUAL_MEMORY if request.memory is None else parse_bytes(request.memory)
+    cast = None if request.cast_to is None else canonical_dtype(request.cast_to)
+    if isinstance(target, Layout):
+        have, shape, dtype = _source(request)
+        return move_between(have, target, shape, dtype, cast, memory), None
     module, tensor = _redistribution(), request.tensor
-    _check_shape(tuple(tensor.shape), request.shape)
-    settings = module.Settings(memory, ticket.group, request.options, request.backward_dtype)
-    how = module.redistribution(
-        tensor, request.target, settings, request.cast, request.forward_dtype
-    )
-    if request.into is None:
-        return module.redistribute(ticket, tensor, how)
-    if not how.is_plain:
-        raise TensorError(
-            f"to {list(how.target[1])} the result is computed from what was moved: leave out into="
-        )
-    destination = _destination(request.into, how.move)
-    module.redistribute(ticket, tensor, how, destination.local)
-    destination.complete()
-    return request.into
-
-
-def _move_to_mesh(
-    ticket: Ticket, request: Request, source: Source, one: TensorMove, into: torch.Tensor | None
-) -> Any:
-    """A DTensor on a mesh: by DTensor's rule for gradients if it is the tensor's own mesh."""
-    module, tensor, target = _redistribution(), request.tensor, request.target
-    how = module.Redistribution(
-        one, target, module.Settings(one.memory, ticket.group, request.options)
-    )
-    if is_dtensor(tensor) and tensor.device_mesh == target[0]:
-        moved = module.redistribute(ticket, tensor, how, into)
-        # A repeated move has no have=, which may name ranks outside the mesh.
-        if request.have is None and request.into is None and not moved.requires_grad:
-            module.remember(tensor, how, moved)
-        return moved
-    device = request.device or target[0].device_type
-    # Replicas of a DTensor have one gradient.
-    local = one.run(ticket, *source(), into, device, "replicated", request.options)
-    return module.wrap_moved(local, how, tensor.stride() if is_dtensor(tensor) else None)
-
-
-def _layout_on_mesh(target: OnMesh, shape: tuple[int, ...]) -> Layout:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    if len(target) != 2 or not isinstance(target[0], DeviceMesh):
+    if len(target) != 2 or not isinstance(target[0], module.DeviceMesh):
         raise TensorError(f"{_show(target)} is no destination: {DESTINATIONS}")
-    layout: Layout = _redistribution().layout_from(target[0], target[1], shape)
-    return layout
+    mesh, placements = target
+    settings = module.Settings(memory, ticket.group, request.options, request.backward_dtype)
+    if not request.is_on_own_mesh():
+        have, shape, dtype = _source(request)
+        placed = module.placed_on(mesh, placements, shape)
+        one = move_between(have, placed.layout(shape), shape, dtype, cast, memory)
+        return one, module.Redistribution(one, mesh, placed, settings)
+    _check_shape(tuple(tensor.shape), request.shape)
+    placed = module.placed_on(mesh, placements, tensor.shape)
+    how = module.redistribution(tensor, mesh, placed, settings, cast, request.forward_dtype)
+    if request.into is not None and not how.is_plain:
+        text = f"to {list(placed.placements)} the result is computed from what was moved"
+        raise TensorError(f"{text}: leave out into=")
+    return how.move, how
 
 
-def _destination(into: torch.Tensor, one: TensorMove) -> Destination:
-    if not isinstance(into, torch.Tensor):
-        raise TensorError(f"into= is {_show(into)}: give a tensor")
-    check_matches(into, one.plan.want[ONE], ONE, is_source=False)
-    return destination_of(into)
-
-
-def _source(request: Request) -> tuple[Source, Layout, tuple[int, ...], torch.dtype | str]:
-    """The local tensor, its layout, the shape of the whole tensor, and its dtype."""
-    tensor, have, shape = request.tensor, request.have, request.shape
+def _source(request: Request) -> tuple[Layout, tuple[int, ...], str]:
+    """The layout of the source, the shape of the whole tensor, and its dtype."""
+    tensor, shape = request.tensor, request.shape
+    have = Layout.parse(request.have) if isinstance(request.have, str) else request.have
     if have is not None and not isinstance(have, Layout):
-        if isinstance(have, str):
-            Layout.parse(have)  # which says what is wrong with it
         raise TensorError(f"have={_show(have)} is no layout: write rs.Layout(mesh, words)")
     if has_layout(tensor):
-        spec = spec_of(cast(torch.Tensor, tensor))
+        spec = spec_of(tensor)
         _check_shape(spec.shape, shape)
         if have is not None and not is_part_of(spec.layout, have, spec.shape):
             raise TensorError(
                 f'have="{have}" on mesh {have.mesh} and the tensor itself says "{spec.layout}" on '
                 f"mesh {spec.layout.mesh}: leave out have=, or name with it replicas on other ranks"
             )
-        parts: Source = lambda: (local_of(tensor), None)  # noqa: E731
-        if is_own_sharded_tensor(tensor):
-            parts = tensor._for_move
-        elif is_dtensor(tensor) and tensor.requires_grad and torch.is_grad_enabled():
-            parts = lambda: (_redistribution().differentiable_local(tensor), None)  # noqa: E731
-        return parts, have or spec.layout, spec.shape, spec.dtype
+        return have or spec.layout, spec.shape, spec.dtype
     if tensor is not None and not isinstance(tensor, torch.Tensor):
         raise TensorError(f"a {type(tensor).__name__} cannot be moved: give a tensor or None")
     if have is None or shape is None:
@@ -401,12 +351,22 @@ def _source(request: Request) -> tuple[Source, Layout, tuple[int, ...], torch.dt
             f"that of the whole tensor{local}"
         )
     sizes = _sizes(shape)
-    if tensor is None:
-        if request.dtype is None:
-            raise TensorError("on a rank without a local tensor a move needs dtype=")
-        return lambda: (None, None), have, sizes, canonical_dtype(request.dtype)
-    check_dense(tensor)
-    return lambda: (tensor, None), have, sizes, tensor.dtype
+    if tensor is not None:
+        check_dense(tensor)
+    elif request.dtype is None:
+        raise TensorError("on a rank without a local tensor a move needs dtype=")
+    return have, sizes, canonical_dtype(request.dtype if tensor is None else tensor.dtype)
+
+
+def _local_source(tensor: Any) -> Any:
+    """This rank's local tensor, with its gradients; None if it has none."""
+    if not has_layout(tensor):
+        return tensor
+    # torch's own ShardedTensor warns of questions for attributes.
+    if torch.is_grad_enabled() and not is_sharded_tensor(tensor) and tensor.requires_grad:
+        is_own = is_own_sharded_tensor(tensor)
+        return tensor._for_move() if is_own else _redistribution().dtensor_local(tensor, True)
+    return local_of(tensor)
 
 
 def _check_shape(known: tuple[int, ...], shape: Sequence[int] | None) -> None:

@@ -56,15 +56,15 @@ def tensors_in(state_dict: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
         raise TensorError(
             f'a {type(state_dict).__name__} is no state dict: give a dict, as {{"weight": tensor}}'
         )
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, tensor in _walk("", state_dict, 0):
-        if name in found:
+        if name in tensors:
             raise TensorError(
                 f"two entries of the state dict are called {quoted(name)}, one of them nested: "
                 "rename one"
             )
-        found[name] = tensor
-    return found
+        tensors[name] = tensor
+    return tensors
 
 
 def _walk(name: str, value: object, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -103,8 +103,7 @@ def run(
     def move(ticket: Ticket) -> dict[str, torch.Tensor]:
         sources, destinations, complete = _local_tensors(plan, tensors, into)
         call = Call(ticket, plan, sources, destinations, options_from(options, device))
-        result = call.run()
-        return result if complete is None else complete(result)
+        return complete(call.run())
 
     return with_ticket(group, lambda: plan.parties, move)
 
@@ -132,12 +131,12 @@ def start(
 
 def _local_tensors(
     plan: Plan, tensors: Mapping[Any, Any], into: Mapping[Any, Any] | None
-) -> tuple[Tensors, Tensors | None, Complete | None]:
-    """The local tensors of both sides, and what completes the move of those of ``into``."""
-    for what, given in (("to move", tensors), ("into=", {} if into is None else into)):
-        if not isinstance(given, Mapping):
+) -> tuple[Tensors, Tensors | None, Complete]:
+    """The local tensors of both sides, and what turns the moved ones into the result."""
+    for what, side in (("to move", tensors), ("into=", {} if into is None else into)):
+        if not isinstance(side, Mapping):
             raise TensorError(
-                f"the tensors {what} are a {type(given).__name__}: give a dict of this rank's "
+                f"the tensors {what} are a {type(side).__name__}: give a dict of this rank's "
                 "tensors by name; rs.move takes one tensor"
             )
     try:
@@ -146,18 +145,18 @@ def _local_tensors(
             flat = _flatten(tensors, plan.have, is_source=True)
             sources = {name: local_of(tensor) for name, tensor in flat.items()}
         if into is None or _is_plain(into):
-            return sources, into, None
+            return sources, into, lambda moved: moved
         result = _flatten(into, plan.want, is_source=False)
         destinations = {name: destination_of(tensor) for name, tensor in result.items()}
     except TensorError as error:
         raise TensorError(f"on rank {this_rank()}: {error}") from None
 
-    def complete(_: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        for destination in destinations.values():
-            destination.complete()
+    def complete(moved: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        for _, complete_one in destinations.values():
+            complete_one()
         return result
 
-    return sources, {name: one.local for name, one in destinations.items()}, complete
+    return sources, {name: local for name, (local, _) in destinations.items()}, complete
 
 
 def _is_plain(tensors: Mapping[Any, Any]) -> bool:
@@ -174,7 +173,6 @@ def _flatten(
             raise TensorError(f'"{name}" {role} is a {type(value).__name__}: give a tensor')
     flat = tensors_in(tensors)
     for name, tensor in flat.items():
-        # The engine refuses a name that the plan does not have.
-        if type(tensor) not in PLAIN and name in specs:
+        if name in specs:  # the engine refuses a name that the plan does not have
             check_matches(tensor, specs[name], name, is_source)
     return flat

@@ -1,7 +1,6 @@
 """The move of one tensor from one layout to another, with gradients.
 
-`rs.move` reads its arguments, makes a TensorMove and runs it. TensorMoves are cached by their
-layouts, because training repeats the same moves in every step.
+TensorMoves are cached by their layouts, because training repeats the same moves in every step.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from math import prod
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from reshard.dtypes import accumulator
 from reshard.errors import TensorError
@@ -50,7 +48,7 @@ NOT_INTO = (
     "into=, or call under no_grad"
 )
 
-_kept: SizedCache[tuple[object, ...], TensorMove]
+_kept: SizedCache[tuple[object, ...], TensorMove] = SizedCache(MAX_KEPT_BYTES)
 
 
 def move_between(
@@ -72,13 +70,17 @@ def move_between(
 
 def plan_bytes(plan: Plan) -> int:
     """About how much memory a plan takes on this rank, with what is compiled from it."""
-    size = PLAN_BYTES + RANK_BYTES * len(plan.parties)
-    if not dist.is_initialized() or dist.get_rank() not in plan.parties:
+    size, rank = PLAN_BYTES + RANK_BYTES * len(plan.parties), this_rank()
+    if rank not in plan.parties:
         return size
-    rows = plan.for_rank(dist.get_rank())
+    rows = plan.for_rank(rank)
     return size + ROW_BYTES * sum(
         side.num_rows for side in (rows.sends, rows.receives, rows.copies)
     )
+
+
+def holders(layout: Layout) -> set[int]:
+    return {rank for rank in layout.ranks if layout.holds(rank) is not None}
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +93,7 @@ class TensorMove:
     dtype: str
     cast: str
     memory: int
-    _unmoved_shapes: dict[int, Shapes | None] = field(default_factory=dict)
+    _unmoved_shapes: dict[int, Shapes] = field(default_factory=dict)
 
     @cached_property
     def plan(self) -> Plan:
@@ -99,62 +101,74 @@ class TensorMove:
         return plan(have, {ONE: TensorSpec(self.shape, self.cast, self.want)}, memory=self.memory)
 
     @cached_property
-    def _may_be_unmoved(self) -> bool:
+    def _moves_nothing(self) -> bool:
         """Whether both layouts give every rank the same elements, of the same dtype."""
-        same = self.have == self.want or self.have.same_as(self.want, self.shape)
-        return same and self.dtype == self.cast
+        have, want = self.have, self.want
+        same = self.dtype == self.cast and (have == want or have.same_as(want, self.shape))
+        return same and holders(have) == holders(want)
 
     def run(
         self,
         ticket: Ticket,
-        local: Tensor | None,
-        leaf: Tensor | None = None,
-        into: Tensor | None = None,
-        device: torch.device | str | None = None,
-        grad: Grad = "sum",
-        options: Options = NO_OPTIONS,
+        source: Tensor | None,
+        into: Tensor | None,
+        device: torch.device | str | None,
+        grad: Grad,
+        options: Options,
     ) -> Tensor | None:
         """Move, and attach the backward if any rank wants gradients.
 
-        A rank without a local tensor may have a leaf that stands for it in backward.
+        The source of a rank that holds nothing may be an empty leaf: it takes part in backward.
         """
-        source = leaf if local is None else local
+        local = source
         is_wanted: bool | None = False
         if torch.is_grad_enabled():
             # A rank without input cannot know whether gradients are wanted.
-            is_wanted = None if source is None else leaf is not None or source.requires_grad
+            is_wanted = None if source is None else source.requires_grad
+        if source is not None and not source.numel() and self.have.holds(this_rank()) is None:
+            local = None
         if is_wanted:
             self.check_differentiable(into is not None)
-        unmoved = None
-        if into is None and self._may_be_unmoved:
-            unmoved = self.unmoved(ticket, local, options, is_wanted)
-        if unmoved is not None:
+        moved = None if into is not None else self.unmoved(ticket, local, options, is_wanted)
+        if moved is not None:
             if not is_wanted or grad == "replicated":
-                return unmoved if leaf is None else leaf.reshape(unmoved.shape)
-            backward = self._backward(grad, ticket.group, options, unmoved.device)
-            return attach(local, leaf, unmoved.detach(), backward)
-        if local is None and leaf is not None and device is None:
-            device = leaf.device
+                return moved
+            return attach(source, moved.detach(), self._backward(ticket, grad, options))
+        if source is not None and (local is not None or device is None):
+            device = source.device
         call = self.call(ticket, local, into, device, is_wanted, options)
         moved = call.run().get(ONE)
         if not (call.grad_seen if is_wanted is None else is_wanted):
             return moved if into is None else into
         if into is not None:
             raise TensorError(NOT_INTO)
-        device = device if local is None else local.device
         if moved is None:
             moved = torch.zeros(0, dtype=getattr(torch, self.cast), device=device or "cpu")
-        backward = self._backward(grad, ticket.group, options, device)
-        return attach(local, leaf, moved, backward)
+        return attach(source, moved, self._backward(ticket, grad, options))
+
+    def values(
+        self,
+        ticket: Ticket,
+        local: Tensor | None,
+        into: Tensor | None,
+        device: torch.device | str | None,
+        grad: bool | None = False,
+        options: Options = NO_OPTIONS,
+    ) -> Tensor | None:
+        """Move without a backward; gives the source itself if nothing has to move."""
+        unmoved = self.unmoved(ticket, local, options) if into is None else None
+        if unmoved is not None:
+            return unmoved
+        return self.call(ticket, local, into, device, grad, options).run().get(ONE)
 
     def call(
         self,
         ticket: Ticket,
         local: Tensor | None,
-        into: Tensor | None = None,
-        device: torch.device | str | None = None,
-        grad: bool | None = False,
-        options: Options = NO_OPTIONS,
+        into: Tensor | None,
+        device: torch.device | str | None,
+        grad: bool | None,
+        options: Options,
     ) -> Call:
         """The call of the engine that moves the values; its result has them under `ONE`."""
         sources = {}
@@ -162,18 +176,13 @@ class TensorMove:
             sources[ONE] = local.detach() if local.requires_grad else local
             device = None if local.is_cpu else local.device  # where the source is
         destinations = None if into is None else {ONE: into.detach()}
-        chosen, ask = options_from(options, device), self.asks_grad(options)
+        # Ranks without a source ask others whether it requires gradients. Not where nothing moves:
+        # a rank without `into=` returns its source, and sends no Hello.
+        ask_grad = self.unmoved_shapes(options) is None
         return Call(
-            *(ticket, self.plan, sources, destinations, chosen),
-            grad=grad, ask_grad=ask, resolves=True,
+            *(ticket, self.plan, sources, destinations, options_from(options, device)),
+            grad=grad, ask_grad=ask_grad, resolves=True,
         )  # fmt: skip
-
-    def asks_grad(self, options: Options) -> bool:
-        """Whether ranks without a source ask others whether it requires gradients.
-
-        Not where nothing moves: a rank without `into=` returns its source, and sends no Hello.
-        """
-        return not self._may_be_unmoved or self._shapes_if_unmoved(options) is None
 
     def unmoved(
         self,
@@ -182,48 +191,40 @@ class TensorMove:
         options: Options = NO_OPTIONS,
         grad: bool | None = None,
     ) -> Tensor | None:
-        """The source itself, if every rank already holds what it should hold; otherwise None.
+        """The source itself, in the shape of the destination, if no rank has anything to move.
 
         The first time the ranks compare the plan: other ranks may have been given another move.
         """
-        result = self.unmoved_local(local, options)
-        if result is not None:
-            options_from(options)  # raises if there is no such option
-            if not skip_exchange(ticket, self.plan, options):
-                sources = {} if local is None else {ONE: local.detach()}
-                # The source is the result, so it is not freed, even if it is donated.
-                kept = options_from({**options, "donate": False}, result.device)
-                Call(ticket, self.plan, sources, None, kept, grad=grad, resolves=True).run()
-        return result
-
-    def unmoved_local(self, local: Tensor | None, options: Options = NO_OPTIONS) -> Tensor | None:
-        """This rank's source in the shape of its destination, if no rank has anything to move."""
-        shapes = self._shapes_if_unmoved(options)
+        shapes = self.unmoved_shapes(options)
         if shapes is None:
             return None
+        sources = {} if local is None else {ONE: local.detach()}
         if local is None and not prod(shapes[0]):
             local = torch.empty(shapes[0], dtype=getattr(torch, self.dtype), device="cpu")
         # The engine refuses a tensor of another shape.
         if local is None or local.shape != shapes[0]:
             return None
+        options_from(options)  # raises if there is no such option
+        if not skip_exchange(ticket, self.plan, options):
+            # The source is the result, so it is not freed, even if it is donated.
+            kept = options_from({**options, "donate": False}, local.device)
+            Call(ticket, self.plan, sources, None, kept, grad=grad, resolves=True).run()
         return local if shapes[0] == shapes[1] else local.reshape(shapes[1])
 
-    def _shapes_if_unmoved(self, options: Options) -> Shapes | None:
+    def unmoved_shapes(self, options: Options = NO_OPTIONS) -> Shapes | None:
         """This rank's local shapes, if all ranks already hold what they should hold; or None.
 
         It is None on all ranks of either layout or on none of them, so no rank waits for another.
         """
-        if not self._may_be_unmoved or (
+        if not self._moves_nothing or (
             options and (options.get("check") == "always" or options.get("atomic"))
         ):
             return None
         rank, have, want, shape = this_rank(), self.have, self.want, self.shape
-        if rank not in self._unmoved_shapes:
-            found = None
-            if have.holds(rank) is not None and _holders(have) == _holders(want):
-                found = have.local_shape(rank, shape), want.local_shape(rank, shape)
-            self._unmoved_shapes[rank] = found
-        return self._unmoved_shapes[rank]
+        if rank not in self._unmoved_shapes and have.holds(rank) is not None:
+            shapes = have.local_shape(rank, shape), want.local_shape(rank, shape)
+            self._unmoved_shapes[rank] = shapes
+        return self._unmoved_shapes.get(rank)
 
     def check_differentiable(self, has_into: bool, dtensors: bool = False) -> None:
         """Refuse a move that has no gradient, on all ranks, before anything moves."""
@@ -247,13 +248,7 @@ class TensorMove:
                 "requires gradients: reduce it, or detach the source"
             )
 
-    def _backward(
-        self,
-        grad: Grad,
-        group: dist.ProcessGroup | None,
-        options: Options,
-        device: torch.device | str | None,
-    ) -> Backward:
+    def _backward(self, ticket: Ticket, grad: Grad, options: Options) -> Backward:
         """How gradients of the result get back to the source."""
         have, count, kind = self.have, 1, self.dtype
         if have.reduce is not None and have.reduce[0] == "avg":
@@ -265,14 +260,7 @@ class TensorMove:
             wider = torch.promote_types(*(getattr(torch, one) for one in kinds))
             kind = str(wider).removeprefix("torch.")
         adds = grad == "sum"
-        # What is still to be divided is not rounded before.
+        # A sum that is divided afterwards is not rounded before.
         cast = accumulator(kind) if adds and count > 1 else kind
         move = SumMove(self.want, unreduced(have), self.shape, kind, self.memory, adds, cast)
-        return Backward(move, count, group, gradient_options(options), device)
-
-
-def _holders(layout: Layout) -> set[int]:
-    return {rank for rank in layout.ranks if layout.holds(rank) is not None}
-
-
-_kept = SizedCache(MAX_KEPT_BYTES)
+        return Backward(move, count, ticket.group, gradient_options(options))

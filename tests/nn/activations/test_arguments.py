@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from reshard.errors import DisagreementError, MoveTimeoutError
 from reshard.nn import (
     input_reshard,
+    pack_activation,
     resharding_of,
 )
 from tests.nn.activations.blocks import MLP
@@ -43,6 +44,8 @@ def refused(rank: int) -> None:
         input_reshard(model, group, 0, modules="layers.*.mlp")
     with pytest.raises(TypeError, match="unexpected keyword argument"):
         input_reshard(model, group, 0, budgte="2GiB")
+    with pytest.raises(TypeError, match="pack_activation got 3: give a tensor"):
+        pack_activation(group, 0, 3)  # type: ignore[arg-type]
     assert "forward" not in vars(model)
     input_reshard(model, group, 2)
     with pytest.raises(

@@ -98,6 +98,25 @@ def test_marked_tensors_are_kept_as_shares(pool: Pool) -> None:
     pool.run(marked, ranks=FOUR)
 
 
+def marked_in_other_orders_of_dims(rank: int) -> None:
+    """The same elements, marked as they are and transposed, are kept once, in one order of dims."""
+    group = pool_group(4)
+
+    class Twice(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = mark_replicated((2 * x)[:, ::2])  # elements with gaps
+            one = y * y.sin()
+            mark_replicated(y.t())
+            mark_replicated(y)
+            return one.sum() + (y * y.exp()).sum()
+
+    check_same(Twice, lambda one: input_reshard(one, group, 0), numbers(6, 8))
+
+
+def test_a_tensor_that_is_marked_in_other_orders_of_dims(pool: Pool) -> None:
+    pool.run(marked_in_other_orders_of_dims, ranks=FOUR)
+
+
 def beside_an_input(rank: int) -> None:
     """What a rank has for itself may lie in one storage with what is equal."""
     group = pool_group(4)

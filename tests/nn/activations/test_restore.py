@@ -239,8 +239,9 @@ def many_exchanges(rank: int) -> tuple[int, int]:
     with patch.object(restore, "MAX_PLAN_BYTES", 1 << 20):
         restorer = restore.Restorer(pool_group(4))
     for count in range(1, 41):
-        gathered = restorer.gather([rank] * count, timeout=30)
-        assert gathered == [[other] * count for other in FOUR]
+        plan = restorer.plan_for(("a",), ((64 * count, 1),))
+        assert plan.have["a"].shape == (64 * count,)
+        assert restorer.gather([rank] * count, timeout=30) == [[other] * count for other in FOUR]
     return count, len(restorer._plans._values)
 
 

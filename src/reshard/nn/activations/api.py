@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves
 
-from reshard.errors import ArgumentError, ArgumentTypeError, PathError, StateError
+from reshard.errors import ArgumentError, ArgumentTypeError, PathError, StateError, require_type
 from reshard.nn.activations.policy import Policy, SavedTensorHooks
 from reshard.nn.activations.region import SavedTensor, SavedView, Stats
 from reshard.nn.activations.replicated import Parameters, ReplicatedInputs, mesh_axis
@@ -119,7 +119,7 @@ class ReshardedForward:
                 f"{self._dim}: give a dim that one of them has"
             )
         policy = self.handle.policy
-        inputs = ReplicatedInputs(args, kwargs, policy.restorer.ranks, self._parameters)
+        inputs = ReplicatedInputs(policy.restorer.ranks, args, kwargs, self._parameters)
         return SavedTensorHooks(policy, inputs, self.path, self._must_check)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReshardedForward:
@@ -185,9 +185,8 @@ def input_reshard(
         before = vars(child).get("forward")
         if isinstance(before, ReshardedForward):
             before.handle.detach(child)
-        name = path or type(child).__name__
-        handle.forwards[child] = ReshardedForward(child, handle, name, dim, parameters)
-        child.forward = handle.forwards[child]
+        forward = ReshardedForward(child, handle, path or type(child).__name__, dim, parameters)
+        child.forward = handle.forwards[child] = forward
     return module
 
 
@@ -201,13 +200,9 @@ def resharded_activations(
         y = torch.nn.functional.linear(x, weight)
     """
     policy = _policy(mesh_or_group, options)
-    handle, ranks = Resharding(policy), policy.restorer.ranks
-    if len(ranks) == 1:
-        yield handle
-        return
-    replicated = ReplicatedInputs(tuple(inputs), {}, ranks, Parameters(None))
+    replicated = ReplicatedInputs(policy.restorer.ranks, inputs)
     with SavedTensorHooks(policy, replicated, "resharded_activations", policy.check) as hooks:
-        yield handle
+        yield Resharding(policy)
     hooks.finish()
 
 
@@ -219,11 +214,10 @@ def pack_activation(
     The tensor is kept whole if it cannot be split. PyTorch's hooks of the same purpose are
     ``_pack_hook_tp`` and ``_unpack_hook_tp``.
     """
+    require_type(tensor, torch.Tensor, "pack_activation", "give a tensor")
     policy = _policy(mesh_or_group, {})
-    ranks = policy.restorer.ranks
-    inputs = ReplicatedInputs((tensor,), {}, ranks, Parameters(None))
-    view = policy.pack(tensor, inputs, "pack_activation", 0) if len(ranks) > 1 else None
-    return SavedTensor(tensor) if view is None else view
+    inputs = ReplicatedInputs(policy.restorer.ranks, [tensor])
+    return policy.pack(tensor, inputs, "pack_activation", 0) or SavedTensor(tensor)
 
 
 def unpack_activation(mesh_or_group: MeshOrGroup, dim: int, packed: Any) -> torch.Tensor:
@@ -289,4 +283,4 @@ def _select_modules(
                 "paths in which {i} is an integer and * any text, such as layers.{i}.mlp"
             )
         selected |= {path: find_module(module, path) for path in matched}
-    return list(selected.items())
+    return [*selected.items()]

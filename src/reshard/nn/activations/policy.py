@@ -1,9 +1,9 @@
 """How each saved tensor is kept: whole, as a share, or on the host; the budget; and the hooks.
 
-Tensors that are identical on all ranks can be kept as shares. That is a collective decision, so it
-depends only on what all ranks know. In the first forward the total is still unknown, so all of them
-become shares. When backward begins, ranks exchange how much rank-local memory they keep, and from
-then on the newest replicated tensors stay whole, as many as fit:
+Whether a tensor that is identical on all ranks becomes a share is a collective decision, so it
+depends only on what all ranks know. In the first forward the total is still unknown, and all of
+them become shares. When backward begins, ranks exchange how much rank-local memory they keep, and
+from then on the newest replicated tensors stay whole, as many as fit:
 
     budget 12, 4 ranks, replicated tensors of size 4, at most 2 rank-local on any rank
     first forward    1 1 1 1    + 2, and headroom to restore two: 4 + 4    14 is too much: an error
@@ -24,7 +24,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
+from itertools import count, zip_longest
 from typing import Any
 from zlib import crc32
 
@@ -33,8 +33,15 @@ import torch.utils.checkpoint
 from torch.distributed.tensor import DTensor
 
 from reshard.errors import ArgumentError, DisagreementError, MemoryCapError
-from reshard.nn.activations.region import Region, SavedTensor, SavedView, Stats, share_of
-from reshard.nn.activations.replicated import ReplicatedInputs, TensorLocation, is_plain
+from reshard.nn.activations.region import (
+    Region,
+    SavedTensor,
+    SavedView,
+    Stats,
+    TensorLocation,
+    share_of,
+)
+from reshard.nn.activations.replicated import ReplicatedInputs, is_plain
 from reshard.nn.activations.restore import Restorer
 from reshard.tensors.kinds import not_compiled, wait_ready
 from reshard.text import format_bytes, parse_bytes
@@ -67,41 +74,30 @@ class Policy:
     def pack(
         self, saved: torch.Tensor, inputs: ReplicatedInputs, label: str, call: int
     ) -> SavedView | None:
-        """Keep a saved tensor in a region, or return None if it stays as it is.
-
-        Regions are shared within one call only: later the same memory may hold other values.
-        """
+        """Keep a saved tensor in a region; None if it stays as it is."""
         local = wait_ready(saved._local_tensor) if isinstance(saved, DTensor) else saved
         num_ranks = len(self.restorer.ranks)
-        if not is_plain(local) or local.nbytes < self._min_bytes or local.numel() < num_ranks:
+        if num_ranks == 1 or not is_plain(local):
             return None
-        source: TensorLocation | None = None
-        if isinstance(saved, DTensor):
-            is_replicated, what = inputs.is_replicated(saved), f"DTensor {list(saved.shape)}"
-        else:
-            source = inputs.find(saved)
-            is_replicated = source is not None
-            what = f"saved {list(saved.shape)}" if source is None else source.label
-        if not is_replicated and self.budget is None:
+        if local.nbytes < self._min_bytes or local.numel() < num_ranks:
             return None
-        if source is None and saved in inputs.parameters:
-            return None
-        label = f"{label}, {what}"
+        source = inputs.find(saved, local)
+        is_replicated = source is not None
+        if source is None:
+            if self.budget is None or saved in inputs.parameters:
+                return None
+            source = TensorLocation.of(local, f"saved {list(saved.shape)}")
+        gaps = None if source.is_dense else source.elements
+        # Only within one call: later the same memory may hold other values.
+        key = (source.address, source.start, source.stop, gaps, local._version, call)
         with self._lock:
-            source = source or TensorLocation.of(local, label)
-            gaps = None if source.is_dense else source.elements
-            key = (source.address, source.start, source.stop, gaps, local._version, call)
             region = self._regions.get(key)
             if region is None:
-                memory = _bytes_of(local, source)
-                # A share is whole elements, unless a view with larger elements was saved first.
-                unit = local.element_size() if memory.numel() % local.element_size() == 0 else 1
-                region = Region(label, memory, unit, source.storage, is_replicated, self.stats)
+                label = f"{label}, {source.label}"
+                region = Region(label, source, local, is_replicated, self.stats)
                 self._regions[key] = region
                 self._place(region)
-            start = int(local.storage_offset()) * local.element_size() - source.start
-            gapped = None if source.is_dense else (source.size, source.stride)
-            return SavedView(region, self._restore, saved, local, start, gapped)
+            return SavedView(region, self._restore, saved, local)
 
     def _place(self, region: Region) -> None:
         """Offload a region, leave it whole, or keep only this rank's share."""
@@ -142,18 +138,6 @@ class Policy:
         if self.budget is not None and self.budget.is_first_forward:
             gathered = self.restorer.gather([self.budget.needed], self.timeout)
             self.budget.check(max(needed for (needed,) in gathered))
-
-
-def _bytes_of(local: torch.Tensor, source: TensorLocation) -> torch.Tensor:
-    """The bytes of the elements of a source: its memory itself, or a copy without the gaps."""
-    if not source.is_dense:
-        offset = source.start // local.element_size()
-        elements = local.detach().as_strided(source.size, source.stride, offset)
-        return elements.contiguous().reshape(-1).view(torch.uint8)
-    view = torch.empty(0, dtype=torch.uint8, device=local.device)
-    count = source.stop - source.start
-    memory: torch.Tensor = view.set_(local.untyped_storage(), source.start, (count,), (1,))
-    return memory
 
 
 class Budget:
@@ -211,10 +195,8 @@ class Budget:
         return False
 
     def plan(self, rank_local: int, is_same: bool) -> None:
-        """Choose what stays whole in the next forward, with the most rank-local bytes of any rank.
-
-        If ranks have not saved the same sizes, everything becomes a share again.
-        """
+        """Choose what stays whole in the next forward, with the most rank-local bytes of any rank;
+        nothing if ranks have not saved the same sizes."""
         self.has_planned, self.is_first_forward = True, False
         whole = choose_whole(self._sizes, self._shares, rank_local, self.limit)
         self._plan = tuple(zip(self._sizes, whole, strict=True)) if is_same else ()
@@ -269,8 +251,7 @@ def _unpack(packed: Packed) -> torch.Tensor:
 class _Active(threading.local):
     """The hooks that a thread has entered, the innermost last."""
 
-    def __init__(self) -> None:
-        self.stack: list[SavedTensorHooks] = []
+    stack: tuple[SavedTensorHooks, ...] = ()
 
 
 _active = _Active()
@@ -278,12 +259,8 @@ _calls = count(1)
 
 
 class SavedTensorHooks:
-    """Applies a policy to the tensors that autograd saves inside a with statement.
-
-    with SavedTensorHooks(policy, inputs, "layers.0.mlp") as hooks:
-        out = forward(x)
-    hooks.finish()
-    """
+    """Applies a policy to the tensors that autograd saves inside a with statement; call `finish`
+    after it."""
 
     def __init__(
         self, policy: Policy, inputs: ReplicatedInputs, label: str, check: bool = False
@@ -295,7 +272,7 @@ class SavedTensorHooks:
         """Whether checkpointing below discards what is saved here and computes it again."""
         self._call = 0
         """The number of the outermost call that contains this one."""
-        self._checksums: list[tuple[str, tuple[int, int]]] | None = [] if check else None
+        self._checksums: list[tuple[str, int, int]] | None = [] if check else None
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     @not_compiled
@@ -309,34 +286,31 @@ class SavedTensorHooks:
         is_checkpointing = pack is not None and pack.__module__ == torch.utils.checkpoint.__name__
         self._is_checkpointed = is_checkpointing or bool(outer and outer._is_checkpointed)
         self._hooks.__enter__()
-        _active.stack.append(self)
+        _active.stack = (*_active.stack, self)
         return self
 
     @not_compiled
     def __exit__(self, *error: object) -> None:
-        _active.stack.remove(self)
+        _active.stack = tuple(one for one in _active.stack if one is not self)
         self._hooks.__exit__(*error)
 
     @not_compiled
     def finish(self) -> bool:
-        """After forward, raise if a budget is too small or checksums differ between ranks.
-
-        Returns whether checksums were compared.
-        """
+        """After forward, raise if a budget is too small or checksums differ between ranks; returns
+        whether checksums were compared."""
         if self._is_checkpointed or torch._C._current_graph_task_id() != -1:
             return False
-        if self._call and not _active.stack:
+        if not _active.stack:
             self._policy.after_forward()
         if not self._checksums:
             return False
         restorer = self._policy.restorer
-        numbers = [one for label, sums in self._checksums for one in (crc32(label.encode()), *sums)]
-        gathered = restorer.gather(numbers, self._policy.timeout)
-        for at, (label, _) in enumerate(self._checksums):
-            by_rank = [numbers[3 * at : 3 * at + 3] for numbers in gathered]
-            pairs = zip(restorer.ranks, by_rank, strict=True)
-            different = [rank for rank, numbers in pairs if numbers != by_rank[0]]
+        gathered = restorer.gather(self._checksums, self._policy.timeout)
+        for sums in zip_longest(*gathered):
+            pairs = zip(restorer.ranks, sums, strict=True)
+            different = [rank for rank, one in pairs if one != sums[0]]
             if different:
+                label = next(one[0] for one in sums if one is not None)
                 raise DisagreementError(
                     f"{label} is not the same on all ranks: ranks {different} have other values "
                     f"than rank {restorer.ranks[0]}, so it must not be kept as shares; do not "
@@ -350,7 +324,7 @@ class SavedTensorHooks:
             view = self._policy.pack(saved, self._inputs, self._label, self._call)
             if view is not None:
                 if self._checksums is not None and view.region.is_replicated:
-                    self._checksums.append((view.region.label, _checksum(saved)))
+                    self._checksums.append((view.region.label, *_checksum(saved)))
                 return view
         if self._below is not None:
             pack, unpack = self._below

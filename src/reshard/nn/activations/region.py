@@ -13,7 +13,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import cache
+from itertools import accumulate
+from operator import mul
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -76,28 +78,101 @@ def share_of(num_bytes: int, unit: int, index: int, num_ranks: int) -> tuple[int
     return min(index * chunk, count) * unit, min((index + 1) * chunk, count) * unit
 
 
+@dataclass(frozen=True, slots=True)
+class TensorLocation:
+    """Where the elements of a tensor are in memory, and their version, without keeping them.
+
+    >>> x = torch.zeros(6, 4)
+    >>> dense, gapped = TensorLocation.of(x.t(), "x"), TensorLocation.of(x[:, :2], "x")
+    >>> (dense.start, dense.stop, dense.is_dense), (gapped.start, gapped.stop, gapped.is_dense)
+    ((0, 96, True), (0, 88, False))
+    >>> gapped.elements == TensorLocation.of(x[:, :2].t().unsqueeze(0), "x").elements
+    True
+    """
+
+    label: str
+    storage: StorageWeakRef
+    """As long as this exists, torch gives the address of the storage to no other one: memory can be
+    found by its address even after it was freed."""
+    version: int
+    start: int
+    """First byte in the storage."""
+    stop: int
+    is_dense: bool
+    """Whether every byte from start to stop belongs to the tensor."""
+    elements: tuple[tuple[int, int], ...]
+    """Strides and sizes, sorted: which elements, whatever the order of dims."""
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, label: str) -> TensorLocation:
+        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        (start, stop), elements = _byte_range(tensor), _elements(tensor)
+        where = (tensor._version, start, stop, _is_dense(elements), elements)
+        return cls(label, storage, *where, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    @property
+    def address(self) -> int:
+        return int(self.storage.cdata)
+
+    def bytes_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The bytes of this memory, of which a tensor is a view; a copy if it has gaps."""
+        if not self.is_dense:
+            offset = self.start // tensor.element_size()
+            elements = tensor.detach().as_strided(self.size, self.stride, offset)
+            return elements.contiguous().reshape(-1).view(torch.uint8)
+        view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        size = self.stop - self.start
+        memory: torch.Tensor = view.set_(tensor.untyped_storage(), self.start, (size,), (1,))
+        return memory
+
+    def contains(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the same storage and version has only elements of this one."""
+        if tensor._version != self.version:
+            return False
+        start, stop = _byte_range(tensor)
+        if self.is_dense:
+            return self.start <= start and stop <= self.stop
+        # The gaps may hold values that differ between ranks: accept exactly the same elements only.
+        return (tensor.dtype, start, _elements(tensor)) == (self.dtype, self.start, self.elements)
+
+
+def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    unit, start = tensor.element_size(), int(tensor.storage_offset())
+    last = sum((size - 1) * stride for stride, size in _elements(tensor))
+    return start * unit, (start + last + 1) * unit
+
+
+def _elements(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
+    dims = zip(tensor.stride(), tensor.shape, strict=True)
+    return tuple(sorted((stride, size) for stride, size in dims if size > 1 and stride))
+
+
+def _is_dense(elements: tuple[tuple[int, int], ...]) -> bool:
+    expected = accumulate((size for _, size in elements), mul, initial=1)
+    return all(stride == one for (stride, _), one in zip(elements, expected, strict=False))
+
+
 class Region:
     """Memory of saved tensors: whole or this rank's share, on its device or on the host."""
 
     def __init__(
         self,
         label: str,
-        memory: torch.Tensor,
-        unit: int,
-        origin: StorageWeakRef,
+        source: TensorLocation,
+        tensor: torch.Tensor,
         is_replicated: bool,
         stats: Stats,
     ) -> None:
-        self.label, self.is_replicated = label, is_replicated
-        # As long as this weak reference exists, torch gives the address of the original storage to
-        # no other one, so regions can be found by address even after the storage was freed.
-        self._origin = origin
-        self.num_bytes, self.unit, self.device = memory.numel(), unit, memory.device
+        self.label, self.source, self.is_replicated = label, source, is_replicated
+        memory, size = source.bytes_of(tensor), tensor.element_size()
         self.memory = memory
-        """The bytes that are kept."""
-        self.is_share = False
-        """Whether they are only this rank's share."""
-        self.is_offloaded = False
+        # A share is whole elements, unless a view with larger elements was saved first.
+        self.unit = size if memory.numel() % size == 0 else 1
+        self.num_bytes, self.device = memory.numel(), memory.device
+        self.is_share = self.is_offloaded = False
         self.whole: torch.Tensor | None = None
         """All bytes, while restored."""
         self.views: set[int] = set()
@@ -111,10 +186,8 @@ class Region:
 
     @property
     def identity(self) -> list[int]:
-        """Numbers that are the same on all ranks and differ between regions.
-
-        A sample of the bytes is included, because threads may number regions in any order.
-        """
+        """Numbers that are equal on all ranks and differ between regions. With a sample of the
+        bytes, because threads may number regions in any order."""
         assert self._sample is not None  # only shares are compared
         return [self.number, *self._sample.tolist()]
 
@@ -191,26 +264,17 @@ class SavedView:
         restore: Callable[[Region], torch.Tensor],
         saved: torch.Tensor,
         local: torch.Tensor,
-        start: int,
-        gapped: tuple[tuple[int, ...], tuple[int, ...]] | None,
     ) -> None:
         self.region, self._restore = region, restore
         self._dtype, self._size, self._stride = local.dtype, tuple(local.shape), local.stride()
-        self._start = start
-        """Bytes of the region before its first element."""
-        self._gapped = gapped
-        """Size and strides of an input with gaps: the region keeps its elements densely."""
+        self._start = int(local.storage_offset()) * local.element_size() - region.source.start
         self._version, self._description = saved._version, _describe(saved)
         self._alias = _alias_without_memory(saved)
         self._wrap: Callable[[torch.Tensor], torch.Tensor] | None = None
         if isinstance(saved, DTensor):
-            self._wrap = partial(
-                dtensor_of,
-                device_mesh=saved.device_mesh,
-                placements=saved.placements,
-                shape=tuple(saved.shape),
-                stride=tuple(saved.stride()),
-            )
+            mesh, placements, stride = saved.device_mesh, saved.placements, tuple(saved.stride())
+            shape = tuple(saved.shape)
+            self._wrap = lambda local: dtensor_of(local, mesh, placements, shape, stride=stride)
         region.views.add(id(self))
 
     def __call__(self) -> torch.Tensor:
@@ -221,8 +285,9 @@ class SavedView:
         memory = memory[: memory.numel() // unit * unit]
         aligned = memory.clone() if memory.storage_offset() % unit else memory
         flat = aligned.view(self._dtype)
-        if self._gapped is not None:
-            size, stride = self._gapped
+        source = self.region.source
+        if not source.is_dense:  # the region keeps its elements without the gaps
+            size, stride = source.size, source.stride
             original = torch.empty_strided(size, stride, dtype=self._dtype, device=flat.device)
             flat = original.copy_(flat.view(size))
         local = flat.as_strided(self._size, self._stride, flat.storage_offset())
@@ -239,14 +304,7 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def _alias_without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that shares the version counter of another one, but not its memory.
-
-    >>> x = torch.zeros(3)
-    >>> alias = _alias_without_memory(x)
-    >>> _ = x.add_(1)
-    >>> alias.numel(), alias._version == x._version
-    (0, True)
-    """
+    """A tensor that shares the version counter of another one, but not its memory."""
     alias = tensor.detach()
     empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
     if isinstance(alias, DTensor):

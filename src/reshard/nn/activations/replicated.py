@@ -11,7 +11,7 @@ computes for itself, even where it shares a storage with an input.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -20,82 +20,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from reshard.errors import require_type
+from reshard.nn.activations.region import TensorLocation
 
 RESCAN_PERIOD = 256
 """Lookups after which the parameters of a model are listed again."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorLocation:
-    """Where the elements of a tensor are in memory, and their version, without keeping them.
-
-    >>> x = torch.zeros(6, 4)
-    >>> dense, gapped = TensorLocation.of(x.t(), "x"), TensorLocation.of(x[:, :2], "x")
-    >>> (dense.start, dense.stop, dense.is_dense), (gapped.start, gapped.stop, gapped.is_dense)
-    ((0, 96, True), (0, 88, False))
-    >>> gapped.elements == TensorLocation.of(x[:, :2].t().unsqueeze(0), "x").elements
-    True
-    """
-
-    label: str
-    storage: StorageWeakRef
-    """As long as this exists, torch gives the address of the storage to no other one."""
-    version: int
-    start: int
-    """First byte in the storage."""
-    stop: int
-    is_dense: bool
-    """Whether every byte from start to stop belongs to the tensor."""
-    elements: tuple[tuple[int, int], ...]
-    """Sizes and strides, sorted: which elements, whatever the order of dims."""
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, label: str) -> TensorLocation:
-        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        (start, stop), elements = _byte_range(tensor), _elements(tensor)
-        where = (tensor._version, start, stop, _is_dense(elements), elements)
-        return cls(label, storage, *where, tuple(tensor.shape), tensor.stride(), tensor.dtype)
-
-    @property
-    def address(self) -> int:
-        return int(self.storage.cdata)
-
-    def contains(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of the same storage and version has only elements of this one."""
-        if tensor._version != self.version:
-            return False
-        start, stop = _byte_range(tensor)
-        if self.is_dense:
-            return self.start <= start and stop <= self.stop
-        # The gaps may hold values that differ between ranks: accept exactly the same elements only.
-        return (tensor.dtype, start, _elements(tensor)) == (self.dtype, self.start, self.elements)
-
-
-def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    unit, start = tensor.element_size(), int(tensor.storage_offset())
-    last = sum((size - 1) * stride for size, stride in _elements(tensor))
-    return start * unit, (start + last + 1) * unit
-
-
-def _elements(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
-    dims = zip(tensor.shape, tensor.stride(), strict=True)
-    return tuple(sorted((size, stride) for size, stride in dims if size > 1 and stride))
-
-
-def _is_dense(elements: Iterable[tuple[int, int]]) -> bool:
-    expected = 1
-    for size, stride in sorted(elements, key=lambda dim: dim[1]):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def is_plain(tensor: object) -> bool:
@@ -132,7 +63,7 @@ def mark_replicated(tensor: torch.Tensor, label: str = "a marked tensor") -> tor
 class Parameters:
     """The storages of all parameters and buffers of a model: these are never kept as shares."""
 
-    def __init__(self, model: nn.Module | None) -> None:
+    def __init__(self, model: nn.Module | None = None) -> None:
         self._model = None if model is None else ref(model)
         self._addresses: set[int | None] = set()
         self._num_lookups = 0
@@ -165,12 +96,13 @@ class ReplicatedInputs:
 
     def __init__(
         self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
         ranks: tuple[int, ...],
-        parameters: Parameters,
+        args: Iterable[Any],
+        kwargs: Mapping[str, Any] = MappingProxyType({}),
+        parameters: Parameters | None = None,
     ) -> None:
-        self._ranks, self.parameters = ranks, parameters
+        self._ranks = ranks
+        self.parameters = parameters = parameters or Parameters()
         self._inputs: dict[int, list[TensorLocation]] = {}
         for name, value in (*enumerate(args), *kwargs.items()):
             for leaf in tree_leaves(value):
@@ -178,16 +110,18 @@ class ReplicatedInputs:
                     location = TensorLocation.of(leaf, f"argument {name}")
                     self._inputs.setdefault(location.address, []).append(location)
 
-    def find(self, tensor: torch.Tensor) -> TensorLocation | None:
-        """The input or marked tensor that a plain saved tensor is a view of, if any."""
-        address = tensor.untyped_storage()._cdata
+    def find(self, saved: torch.Tensor, local: torch.Tensor) -> TensorLocation | None:
+        """The memory, identical on all ranks, that a saved tensor is a view of; None if it is not.
+        ``local`` is the tensor itself, or the local tensor of a DTensor."""
+        if isinstance(saved, DTensor):
+            axis = mesh_axis(saved.device_mesh, self._ranks)
+            is_same = axis is not None and saved.placements[axis].is_replicate()
+            if not is_same or saved in self.parameters:
+                return None
+            return TensorLocation.of(local, f"DTensor {list(saved.shape)}")
+        address = local.untyped_storage()._cdata
         known = (*self._inputs.get(address, ()), *_marked.get(address, ()))
-        return next((location for location in known if location.contains(tensor)), None)
-
-    def is_replicated(self, tensor: DTensor) -> bool:
-        """Whether all ranks have the same local tensor of a DTensor."""
-        axis = mesh_axis(tensor.device_mesh, self._ranks)
-        return axis is not None and tensor.placements[axis].is_replicate()
+        return next((location for location in known if location.contains(local)), None)
 
 
 _axes: WeakKeyDictionary[DeviceMesh, dict[tuple[int, ...], int | None]] = WeakKeyDictionary()
@@ -197,11 +131,9 @@ def mesh_axis(mesh: DeviceMesh, ranks: tuple[int, ...]) -> int | None:
     """The axis of a mesh along which these ranks, this one among them, are neighbours."""
     known = _axes.setdefault(mesh, {})
     if ranks not in known:
-        found = None
-        for axis in range(mesh.ndim):
-            lines = mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()
-            if sorted(ranks) in map(sorted, lines):
-                found = axis
-                break
-        known[ranks] = found  # at once: other threads look it up
+        rows = (
+            mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis)) for axis in range(mesh.ndim)
+        )
+        matches = (sorted(ranks) in row.sort().values.tolist() for row in rows)
+        known[ranks] = next((axis for axis, is_match in enumerate(matches) if is_match), None)
     return known[ranks]

@@ -30,9 +30,9 @@ from reshard.layout.columns import SizedCache
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.layout.spec import TensorSpec
-from reshard.live.inputs.request import default_device
-from reshard.nn.activations.region import Region
+from reshard.nn.activations.region import NUM_SAMPLES, Region
 from reshard.planning.plans import Plan, plan
+from reshard.tensors.agreement import Agreement
 from reshard.tensors.tensor_move import plan_bytes
 
 NUMBERS = "numbers"
@@ -40,14 +40,8 @@ NUMBERS = "numbers"
 MAX_BATCH_BYTES = 8 << 20
 """Bytes of regions that are fetched in one exchange; a larger region is fetched alone."""
 MAX_BATCH = 15
-"""Regions that are fetched in one exchange."""
 MAX_PLAN_BYTES = 64 << 20
 """Bytes of the plans that a group keeps: a training step repeats a few exchanges."""
-
-Exchanged = tuple[tuple[str, ...], tuple[tuple[int, int], ...], int]
-"""What an exchange moves: names of regions, their sizes and units, and how many numbers."""
-Gathered = tuple[list[list[int]], list[torch.Tensor]]
-"""The numbers of each rank, and all bytes of each region."""
 
 
 class Restorer:
@@ -57,7 +51,7 @@ class Restorer:
         self._group = weakref.ref(group)
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.index = self.ranks.index(dist.get_rank())
-        self._plans: SizedCache[Exchanged, Plan] = SizedCache(MAX_PLAN_BYTES)
+        self._plans: SizedCache[tuple[object, ...], Plan] = SizedCache(MAX_PLAN_BYTES)
         self._order = _ReadOrder()
         self._in_flight: Callable[[], None] | None = None
         """Completes the exchange that was started ahead of its use."""
@@ -98,46 +92,17 @@ class Restorer:
             whole = region.whole
             assert whole is not None
             # Only the last regions that were read stay restored.
-            self._whole = [one for one in self._whole if one is not region] + [region]
-            older = self._whole[: -2 if headroom is None else -1]
-            for one in older:
-                one.whole = None
-            del self._whole[: len(older)]
+            read = [one for one in self._whole if one is not region] + [region]
+            self._whole = read[-2 if headroom is None else -1 :]
+            for older in read[: -len(self._whole)]:
+                older.whole = None
             return whole
 
-    def gather(self, numbers: Sequence[int], timeout: float) -> list[list[int]]:
-        """The numbers of each rank; all ranks call this with equally many."""
+    def gather(self, values: Sequence[Any], timeout: float) -> list[Any]:
+        """The values of each rank, which are those of JSON."""
+        agreement = Agreement(self.group, "resharding activations", timeout)
         with self._lock, self._reset_on_failure():
-            gathered, _ = self._start([], numbers, timeout, False)()
-            return gathered
-
-    def _start(
-        self, regions: Sequence[Region], numbers: Sequence[int], timeout: float, ahead: bool
-    ) -> Callable[[], Gathered]:
-        """Start an exchange of shares and numbers; the returned function waits for its result."""
-        names = tuple(f"{number}: {one.label}" for number, one in enumerate(regions))
-        sizes = tuple((one.num_bytes, one.unit) for one in regions)
-        device = regions[0].device if regions else default_device(self.group)
-        tensors = {name: one.memory for name, one in zip(names, regions, strict=True)}
-        tensors[NUMBERS] = torch.tensor(numbers, dtype=torch.int64, device=device)
-        exchanged = (names, sizes, len(numbers))
-        plan = self._plans.get(exchanged)
-        if plan is None:
-            plan = _gather_plan(self.ranks, *exchanged)
-            plan = self._plans.put(exchanged, plan, plan_bytes(plan))
-        options: Any = {"group": self.group, "device": device, "timeout": timeout}
-        if ahead:
-            wait = plan.start(tensors, **options).wait
-        else:
-            wait = partial(dict, plan.run(tensors, **options))
-
-        def finish() -> Gathered:
-            moved, count = wait(), len(numbers)
-            flat = moved[NUMBERS].tolist()
-            by_rank = [flat[at : at + count] for at in range(0, len(flat), count)]
-            return by_rank, [moved[name] for name in names]
-
-        return finish
+            return [*agreement.gather(values).values()]
 
     def _fetch(
         self, regions: list[Region], timeout: float, headroom: int | None, ahead: bool
@@ -152,36 +117,57 @@ class Restorer:
         identities = [number for one in regions for number in one.identity]
         expected = [one.number for one in following]
         numbers = identities + expected + [0] * (MAX_BATCH - len(expected))
-        finish = self._start(regions, numbers, timeout, ahead)
-        return partial(self._complete, regions, following, len(identities), finish)
+        names = tuple(f"{number}: {one.label}" for number, one in enumerate(regions))
+        gather = self.plan_for(names, tuple((one.num_bytes, one.unit) for one in regions))
+        device = regions[0].device
+        tensors = {name: one.memory for name, one in zip(names, regions, strict=True)}
+        tensors[NUMBERS] = torch.tensor([numbers], dtype=torch.int64, device=device)
+        options: Any = {"group": self.group, "device": device, "timeout": timeout}
+        if ahead:
+            wait = gather.start(tensors, **options).wait
+        else:
+            wait = partial(dict, gather.run(tensors, **options))
 
-    def _complete(
-        self,
-        regions: list[Region],
-        following: list[Region],
-        count: int,
-        finish: Callable[[], Gathered],
-    ) -> None:
-        """Wait for the regions of an exchange, and for what all ranks expect next.
+        def complete() -> None:
+            """Wait for the regions, and for what all ranks expect next."""
+            self._in_flight, self._prefetched = None, regions
+            moved = wait()
+            by_rank = moved[NUMBERS].tolist()
+            asked = [numbers[: len(identities)] for numbers in by_rank]
+            pairs = zip(self.ranks, asked, strict=True)
+            different = [rank for rank, numbers in pairs if numbers != asked[0]]
+            if different:
+                raise DisagreementError(
+                    "ranks ask for different tensors, or for one that is not the same on all "
+                    f'ranks, beginning with "{regions[0].label}": ranks {different} differ from '
+                    f"rank {self.ranks[0]}; all ranks must have the same inputs, and run backward "
+                    "through the same graphs in the same order, in one thread"
+                )
+            for region, name in zip(regions, names, strict=True):
+                # Views that were freed in the meantime do not need it any more.
+                region.whole = moved[name] if region.views else None
+            is_same = all(numbers == by_rank[0] for numbers in by_rank)
+            self._expected = following if is_same else []
 
-        The first ``count`` numbers of a rank identify regions, the others are those it expects.
-        """
-        self._in_flight, self._prefetched = None, regions
-        gathered, wholes = finish()
-        pairs = zip(self.ranks, gathered, strict=True)
-        different = [rank for rank, numbers in pairs if numbers[:count] != gathered[0][:count]]
-        if different:
-            raise DisagreementError(
-                "ranks ask for different tensors, or for one that is not the same on all ranks, "
-                f'beginning with "{regions[0].label}": ranks {different} differ from rank '
-                f"{self.ranks[0]}; all ranks must have the same inputs, and run backward through "
-                "the same graphs in the same order, in one thread"
-            )
-        for region, whole in zip(regions, wholes, strict=True):
-            # Views that were freed in the meantime do not need it any more.
-            region.whole = whole if region.views else None
-        is_same = all(numbers[count:] == gathered[0][count:] for numbers in gathered)
-        self._expected = following if is_same else []
+        return complete
+
+    def plan_for(self, names: tuple[str, ...], sizes: tuple[tuple[int, int], ...]) -> Plan:
+        """The plan that gathers the shares of regions of these names, and sizes and units."""
+        known = self._plans.get((names, sizes))
+        if known is not None:
+            return known
+        mesh = Mesh(tp=len(self.ranks), ranks=self.ranks)
+        have, want = {}, {}
+        for name, (size, unit) in zip(names, sizes, strict=True):
+            shares = Layout(mesh, f"tp*{unit}" if unit > 1 else "tp")
+            have[name] = TensorSpec((size,), "uint8", shares)
+            want[name] = TensorSpec((size,), "uint8", Layout(mesh, "-"))
+        # The number and the sample of each region, and the regions that are expected next.
+        count = len(names) * (1 + NUM_SAMPLES // 8) + MAX_BATCH
+        have[NUMBERS] = TensorSpec((len(self.ranks), count), "int64", Layout(mesh, "tp -"))
+        want[NUMBERS] = TensorSpec((len(self.ranks), count), "int64", Layout(mesh, "- -"))
+        gather = plan(have, want)
+        return self._plans.put((names, sizes), gather, plan_bytes(gather))
 
     @contextmanager
     def _reset_on_failure(self) -> Iterator[None]:
@@ -238,25 +224,6 @@ class _ReadOrder:
             batch.append(following)
             last = following
         return batch
-
-
-def _gather_plan(
-    ranks: tuple[int, ...],
-    names: tuple[str, ...],
-    sizes: tuple[tuple[int, int], ...],
-    num_numbers: int,
-) -> Plan:
-    """The plan of an exchange: from a share on each rank to the whole on all."""
-    mesh = Mesh(tp=len(ranks), ranks=ranks)
-    have, want = {}, {}
-    for name, (size, unit) in zip(names, sizes, strict=True):
-        shares = Layout(mesh, f"tp*{unit}" if unit > 1 else "tp")
-        have[name] = TensorSpec((size,), "uint8", shares)
-        want[name] = TensorSpec((size,), "uint8", Layout(mesh, "-"))
-    shape = (len(ranks) * num_numbers,)
-    have[NUMBERS] = TensorSpec(shape, "int64", Layout(mesh, "tp"))
-    want[NUMBERS] = TensorSpec(shape, "int64", Layout(mesh, "-"))
-    return plan(have, want)
 
 
 _restorers: weakref.WeakKeyDictionary[dist.ProcessGroup, Restorer] = weakref.WeakKeyDictionary()

@@ -4,12 +4,12 @@ There are two such cases. A ``_StridedShard`` after an uneven ``Shard`` can spli
 whose sizes differ from rank to rank. And DTensor has reductions that a layout does not have: band,
 bor and bxor. Both are moved as boxes of a tensor with one more dim, in front, that numbers the
 addends; the destination reduces them. This sends more than a move between layouts, because addends
-are not summed on the way, but it works for all placements.
+are not summed on the way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import accumulate, pairwise, product
@@ -20,10 +20,11 @@ import torch
 from reshard.dtypes import accumulator
 from reshard.errors import LayoutError
 from reshard.layout.box import Box, Interval, length_of
-from reshard.layout.columns import SizedCache
+from reshard.layout.columns import sized_cache
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.words import held_intervals
 from reshard.tensors.dtensor.placements import Placed, check_placements
+from reshard.tensors.kinds import joined
 
 Intervals = tuple[Interval, ...]
 Dims = tuple[Intervals, ...]
@@ -53,6 +54,7 @@ class BoxMove:
 
     @property
     def whole(self) -> tuple[int, ...]:
+        """The shape of the tensor that is moved, whose first dim numbers the addends."""
         sizes = tuple(self.have.mesh.axes.values())
         return prod(sizes[at] for at in _pending(self.have)), *self.shape
 
@@ -74,11 +76,9 @@ class BoxMove:
             )
 
     @cached_property
-    def held(self) -> tuple[dict[int, Dims], dict[int, Dims]]:
+    def dims(self) -> tuple[dict[int, Dims], ...]:
         """What each rank holds of each dim, at the source and at the destination."""
-        ranks, shape = self.have.mesh.ranks, self.shape
-        have, want = ({r: _held(side, shape, r) for r in ranks} for side in (self.have, self.want))
-        return have, want
+        return tuple(_intervals_by_rank(side, self.shape) for side in (self.have, self.want))
 
     @cached_property
     def layouts(self) -> tuple[BoxLayout, BoxLayout]:
@@ -88,62 +88,57 @@ class BoxMove:
         addends: dict[int, set[int]] = {}
         for rank in ranks:
             addends.setdefault(results[rank], set()).add(numbers[rank])
-        have, want = {}, {}
-        for rank in ranks:
-            mine = sorted(addends[results[rank]])
-            have[rank] = self._boxes(self.have, rank, self.held[0][rank], [numbers[rank]])
-            want[rank] = self._boxes(self.want, rank, self.held[1][rank], mine)
-        return Layout.from_boxes(self.whole, have), Layout.from_boxes(self.whole, want)
+        wanted = {rank: sorted(addends[results[rank]]) for rank in ranks}
+        own = {rank: [numbers[rank]] for rank in ranks}
+        have = self._layout(self.have, self.dims[0], own)
+        return have, self._layout(self.want, self.dims[1], wanted)
 
-    def _boxes(
-        self, placed: Placed, rank: int, dims: Dims, addends: Sequence[int]
-    ) -> tuple[Box, ...]:
-        """A rank's boxes of the moved tensor."""
-        count = prod(map(len, dims)) * len(addends)
-        if count > MAX_BOXES:
-            raise LayoutError(
-                f"{list(placed.placements)} cut {self.shape} into {count} boxes on rank {rank}: "
-                f"at most {MAX_BOXES} work; redistribute to Shard first"
-            )
-        return tuple(_box(((at, at + 1), *box)) for at in addends for box in product(*dims))
+    def _layout(
+        self, placed: Placed, dims_of: Mapping[int, Dims], addends: Mapping[int, Sequence[int]]
+    ) -> BoxLayout:
+        boxes: dict[int, list[Box]] = {}
+        for rank, dims in dims_of.items():
+            count = prod(map(len, dims)) * len(addends[rank])
+            if count > MAX_BOXES:
+                raise LayoutError(
+                    f"{list(placed.placements)} cut {self.shape} into {count} boxes on rank "
+                    f"{rank}: at most {MAX_BOXES} work; redistribute to Shard first"
+                )
+            numbers = [(at, at + 1) for at in addends[rank]]
+            boxes[rank] = [_box(intervals) for intervals in product(numbers, *dims)]
+        return Layout.from_boxes(self.whole, boxes)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        return tuple(map(length_of, self.held[0][rank]))
+        return tuple(map(length_of, self.dims[0][rank]))
 
     def join(self, local: torch.Tensor, rank: int) -> torch.Tensor | None:
         """A rank's local tensor as the source layout of boxes expects it."""
-        views = [local[slices].unsqueeze(0) for slices in _places(self.held[0][rank])]
-        if not views or not local.numel():
-            return None
-        return views[0] if len(views) == 1 else torch.cat([view.reshape(-1) for view in views])
+        views = [local[slices].unsqueeze(0) for slices in _places(self.dims[0][rank])]
+        return joined(views) if local.numel() else None
 
     def local(
-        self, found: torch.Tensor | None, rank: int, dtype: torch.dtype, device: object
+        self, moved: torch.Tensor | None, rank: int, dtype: torch.dtype, device: str
     ) -> torch.Tensor:
         """The local tensor of the result: the received addends, reduced."""
-        dims = self.held[1][rank]
-        made = torch.empty(tuple(map(length_of, dims)), dtype=dtype, device=device)  # type: ignore[call-overload]
-        if found is None or not made.numel():
-            return made  # type: ignore[no-any-return]
+        dims = self.dims[1][rank]
+        result = torch.empty(tuple(map(length_of, dims)), dtype=dtype, device=device)
+        if moved is None or not result.numel():
+            return result
         boxes = [*map(_box, product(*dims))]
         sizes = [box.size for box in boxes]
-        parts = _reduced(found.reshape(-1, sum(sizes)), self.op).to(dtype).split_with_sizes(sizes)
+        parts = _reduce(moved.reshape(-1, sum(sizes)), self.op).to(dtype).split_with_sizes(sizes)
         for slices, box, part in zip(_places(dims), boxes, parts, strict=True):
-            made[slices] = part.view(box.shape)
-        return made  # type: ignore[no-any-return]
+            result[slices] = part.view(box.shape)
+        return result
 
 
-_kept: SizedCache[tuple[Placed, Placed, tuple[int, ...]], BoxMove] = SizedCache(MAX_KEPT_BYTES)
-
-
+@sized_cache(
+    MAX_KEPT_BYTES,
+    lambda move, *_: BOX_BYTES * (1 + sum(len(b) for o in move.layouts for b in o.boxes.values())),
+)
 def box_move(have: Placed, want: Placed, shape: tuple[int, ...]) -> BoxMove:
     """The move between placements; equal ones share one object while it is cached."""
-    kept = _kept.get((have, want, shape))
-    if kept is not None:
-        return kept
-    move = BoxMove(have, want, shape)
-    count = sum(len(boxes) for one in move.layouts for boxes in one.boxes.values())
-    return _kept.put((have, want, shape), move, BOX_BYTES * (1 + count))
+    return BoxMove(have, want, shape)
 
 
 def _pending(placed: Placed) -> list[int]:
@@ -152,20 +147,24 @@ def _pending(placed: Placed) -> list[int]:
 
 def _addend(placed: Placed, rank: int) -> int:
     """The index of a rank's addend among all that are pending."""
-    sizes, place = placed.mesh.axes.values(), placed.mesh.coords(rank).values()
-    number, both = 0, tuple(zip(sizes, place, strict=True))
-    for size, at in (both[axis] for axis in _pending(placed)):
-        number = number * size + at
+    sizes, place = [*placed.mesh.axes.values()], [*placed.mesh.coords(rank).values()]
+    number = 0
+    for axis in _pending(placed):
+        number = number * sizes[axis] + place[axis]
     return number
 
 
-def _held(placed: Placed, shape: tuple[int, ...], rank: int) -> Dims:
-    """The intervals of each dim that a rank holds, in the order of its local tensor."""
-    mesh = placed.mesh
+def _intervals_by_rank(placed: Placed, shape: tuple[int, ...]) -> dict[int, Dims]:
+    """The intervals of each dim that each rank holds, in the order of its local tensor."""
+    mesh, dims = placed.mesh, {}
     check_placements(mesh, placed.placements, shape)
-    pairs = zip(placed.cuts(shape, (rank,)), shape, strict=True)
-    place = mesh.coords(rank)
-    return tuple(tuple(held_intervals(cuts, length, mesh.axes, place)) for cuts, length in pairs)
+    for rank in mesh.ranks:
+        pairs = zip(placed.cuts(shape, (rank,)), shape, strict=True)
+        place = mesh.coords(rank)
+        dims[rank] = tuple(
+            tuple(held_intervals(cuts, size, mesh.axes, place)) for cuts, size in pairs
+        )
+    return dims
 
 
 def _box(intervals: Intervals) -> Box:
@@ -178,7 +177,7 @@ def _places(dims: Dims) -> Iterator[Slices]:
     return product(*([slice(*pair) for pair in pairwise(one)] for one in ends))
 
 
-def _reduced(rows: torch.Tensor, op: str) -> torch.Tensor:
+def _reduce(rows: torch.Tensor, op: str) -> torch.Tensor:
     """The addends, one per row, reduced as the engine does it."""
     if len(rows) == 1:
         return rows[0]

@@ -39,10 +39,9 @@ _known: WeakKeyDictionary[DeviceMesh, tuple[int, Mesh]] = WeakKeyDictionary()
 """The mesh of each DeviceMesh, and the rank that it was read on; weak, so that groups can go."""
 
 
-def mesh_of(device_mesh: DeviceMesh, rank: int | None = None) -> Mesh:
+def mesh_of(device_mesh: DeviceMesh) -> Mesh:
     """The same axes and the same global ranks; a sub-mesh is the one this rank is in."""
-    rank = this_rank() if rank is None else rank
-    known = _known.get(device_mesh)
+    rank, known = this_rank(), _known.get(device_mesh)
     # Sub-meshes of different ranks compare equal, so the rank counts as well.
     if known is None or known[0] != rank:
         places = device_mesh.mesh
@@ -88,20 +87,24 @@ def layout_from(
     device_mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> Layout:
     sizes = check_shape(shape)
-    return Placed(mesh_of(device_mesh), positive_dims(placements, sizes)).layout(sizes)
+    return placed_on(device_mesh, placements, sizes).layout(sizes)
 
 
-def positive_dims(placements: Sequence[Placement], shape: Sequence[int]) -> tuple[Placement, ...]:
-    """The placements with dims counted from the front."""
-    found: list[Placement] = []
+def placed_on(
+    device_mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> Placed:
+    """Placements on a mesh, their dims counted from the front."""
+    if not isinstance(placements, Sequence):
+        kind = type(placements).__name__
+        raise LayoutError(f"placements are a {kind}: give one per axis, as [Shard(0), Replicate()]")
+    positive = []
     for placement in placements:
-        if isinstance(placement, _StridedShard) and placement.dim < 0:
-            factor = placement.split_factor
-            placement = _StridedShard(placement.dim + len(shape), split_factor=factor)
-        elif isinstance(placement, Shard) and placement.dim < 0:
-            placement = Shard(placement.dim + len(shape))
-        found.append(placement)
-    return tuple(found)
+        if isinstance(placement, Shard | _StridedShard) and placement.dim < 0:
+            dim = placement.dim + len(shape)
+            factor = getattr(placement, "split_factor", None)
+            placement = _StridedShard(dim, split_factor=factor) if factor else Shard(dim)
+        positive.append(placement)
+    return Placed(mesh_of(device_mesh), tuple(positive))
 
 
 class Placed(NamedTuple):
@@ -113,6 +116,10 @@ class Placed(NamedTuple):
     nested: bool = True
     """Whether strided shards are an order of nesting; if not, they shard from left to right."""
 
+    @property
+    def is_strided(self) -> bool:
+        return any(isinstance(placement, _StridedShard) for placement in self.placements)
+
     def layout(self, shape: tuple[int, ...]) -> Layout:
         layout = nested_layout(self, shape)
         if layout is None:
@@ -121,33 +128,30 @@ class Placed(NamedTuple):
         return layout
 
     def cuts(self, shape: Sequence[int], ranks: Sequence[int]) -> list[Cuts]:
-        """How each dim is sharded: in plain chunks, or as torch does it.
-
-        There each placement shards what the one before left on these ranks.
-        """
-        nesting = self.nesting()
+        """How each dim is sharded: in plain chunks, or as torch does it, where each placement
+        shards what the one before left."""
+        names, nesting = tuple(self.mesh.axes), self.nesting()
         if nesting is not None:
-            return _chunks(self.mesh, nesting, len(shape))
+            chunked = (nesting.get(dim, ()) for dim in range(len(shape)))
+            return [tuple(Chunk(names[at]) for at in axes) for axes in chunked]
         dims: list[list[Cut]] = [[] for _ in shape]
-        names = tuple(self.mesh.axes)
         order = [at for _, axes in self.order for at in axes] if self.order else range(len(names))
         for axis, placement in ((names[at], self.placements[at]) for at in order):
             if isinstance(placement, _StridedShard):
                 before, length = tuple(dims[placement.dim]), shape[placement.dim]
                 places = map(self.mesh.coords, ranks)
                 parts = (held_intervals(before, length, self.mesh.axes, at) for at in places)
-                cut = _strided(self.mesh, axis, placement, set(map(length_of, parts)))
-                dims[placement.dim].append(cut)
+                lengths = set(map(length_of, parts))
+                dims[placement.dim].append(_strided(self.mesh, axis, placement, lengths))
             elif isinstance(placement, Shard):
                 dims[placement.dim].append(Chunk(axis))
         return [tuple(cuts) for cuts in dims]
 
     def nesting(self) -> Order | None:
         """The mesh dims that shard each dim in plain chunks; None where strides do otherwise."""
-        strided = any(isinstance(placement, _StridedShard) for placement in self.placements)
-        if strided and not self.nested:
+        if self.is_strided and not self.nested:
             return None
-        if self.order and not strided:
+        if self.order and not self.is_strided:
             return dict(self.order)
         return shard_order(self.placements, tuple(self.mesh.axes.values()))
 
@@ -156,21 +160,14 @@ class Placed(NamedTuple):
 def nested_layout(placed: Placed, shape: tuple[int, ...]) -> Layout | None:
     """The layout of plain chunks along each dim, which is small; None where strides differ."""
     check_placements(placed.mesh, placed.placements, shape)
-    nesting = placed.nesting()
-    if nesting is None:
+    if placed.nesting() is None:
         return None
-    return _layout(placed.mesh, _words(placed, _chunks(placed.mesh, nesting, len(shape))))
-
-
-def _chunks(mesh: Mesh, nesting: Order, num_dims: int) -> list[Cuts]:
-    """Each dim chunked by its mesh dims, first to last."""
-    axes = tuple(mesh.axes)
-    return [tuple(Chunk(axes[at]) for at in nesting.get(dim, ())) for dim in range(num_dims)]
+    return _layout(placed.mesh, _words(placed, placed.cuts(shape, ())))
 
 
 @lru_cache(maxsize=1024)
 def _layout(mesh: Mesh, words: Words) -> Layout:
-    """One object per layout for all shapes, so that later comparisons are identity checks."""
+    """One object per layout for all shapes: planning groups tensors by it."""
     return Layout(mesh, words)
 
 
@@ -283,11 +280,11 @@ def _find(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> tuple[Placement
     probes = [(rank, _boxes(layout, rank, shape)) for rank in some]
     for placements in islice(_candidates(layout, mesh, shape), MAX_TRIED):
         try:
-            found = Placed(mesh, placements).layout(shape)
+            other = Placed(mesh, placements).layout(shape)
         except LayoutError:
             continue
-        matches = all(_boxes(found, rank, shape) == mine for rank, mine in probes)
-        if matches and found.same_as(layout, shape):
+        matches = all(_boxes(other, rank, shape) == mine for rank, mine in probes)
+        if matches and other.same_as(layout, shape):
             return placements
     return None
 
@@ -305,11 +302,10 @@ def _candidates(
         yield spelled
     op = layout.reduce[0] if layout.reduce else None
     jobs: list[int | None] = [None, *range(len(shape)), *([-1] if op else [])]
-    for given in product(jobs, repeat=len(mesh.axes)):
-        partial = [at for at, job in enumerate(given) if job == -1]
-        cut = [[at for at, job in enumerate(given) if job == dim] for dim in range(len(shape))]
-        for order in product(*map(permutations, cut)):
-            yield _placed(mesh, dict(enumerate(order)), partial, op)
+    for chosen in product(jobs, repeat=len(mesh.axes)):
+        axes_of = {job: [at for at, other in enumerate(chosen) if other == job] for job in jobs}
+        for order in product(*(permutations(axes_of[dim]) for dim in range(len(shape)))):
+            yield _placed(mesh, dict(enumerate(order)), axes_of.get(-1, ()), op)
 
 
 def _placed(
@@ -348,13 +344,13 @@ def _as_spelled(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> tuple[Pla
 
 def _factors(cuts: Cuts, mesh: Mesh, length: int) -> Iterator[tuple[str, int]]:
     """Each axis that shards a dim, and the split factor of its word; 1 for plain chunks."""
-    for cut in cuts:
-        match cut:
+    for split in cuts:
+        match split:
             case Chunk(axis=axis, unit=1):
                 yield axis, 1
                 length = -(-length // mesh.axes[axis])
             case Cyclic(axis=axis, block=block):
                 yield axis, max(1, length // (block * mesh.axes[axis]))
                 length //= mesh.axes[axis]
-            case Packed(segments=[Segment(cuts=(Chunk(axis=axis, unit=1),)), *_]):
-                yield axis, len(cut.segments)
+            case Packed(segments=[Segment(cuts=(Chunk(axis=axis, unit=1),)), *_] as segments):
+                yield axis, len(segments)

@@ -49,12 +49,11 @@ class LocalWork:
     """The mesh dims along which the result becomes addends, and their ``Partial``s."""
 
     def dtypes(self, dtype: str, cast: str) -> tuple[str, str]:
-        """The dtypes that are moved, for a source and a destination of these.
-
-        Sums that are divided or rooted after the move are not rounded before.
-        """
+        """The dtypes that are moved, for a source and a destination of these: sums that are divided
+        or rooted after the move are not rounded before."""
         if self.norm is not None:
-            return _wide(dtype), _wide(dtype)
+            # Powers are summed in a wide dtype; integers are rounded after the root.
+            return (accumulator(dtype) if _is_inexact(dtype) else "float64",) * 2
         if self.divisor == 1:
             return dtype, cast
         if not _is_inexact(dtype):
@@ -64,10 +63,8 @@ class LocalWork:
             )
         return dtype, accumulator(dtype)
 
-    def before(self, local: torch.Tensor | None) -> torch.Tensor | None:
-        """The addends of the simpler reduction; the tensor that is given stays as it is."""
-        if local is None:
-            return None
+    def before(self, local: torch.Tensor) -> torch.Tensor:
+        """The addends of the simpler reduction, of a tensor of the dtype that is moved."""
         for mask in self.masks:
             if mask.mask_buffer.data is None:
                 raise TensorError(
@@ -76,10 +73,7 @@ class LocalWork:
                 )
             local = local.clone()
             mask.mask_buffer.apply_mask(local)
-        if self.norm is None:
-            return local
-        wide: torch.dtype = getattr(torch, _wide(str(local.dtype).removeprefix("torch.")))
-        return local.to(wide) ** self.norm
+        return local if self.norm is None else local**self.norm
 
     def after(
         self, moved: torch.Tensor, device_mesh: DeviceMesh, dtype: torch.dtype
@@ -99,18 +93,20 @@ class LocalWork:
 
 
 def work_for(
-    sizes: Sequence[int], have: Placements, want: Placements, dtype: torch.dtype
+    sizes: Sequence[int], have: Placements, want: Placements, dtype: str
 ) -> LocalWork | None:
     """The local work around a move; None if a layout expresses the reductions as they are."""
-    pairs = [*zip(sizes, have, want, strict=True)]
-    pending = [(at, n, old != new) for at, (n, old, new) in enumerate(pairs) if old.is_partial()]
-    reduced = [at for at, n, changes in pending if changes and n > 1]
-    kept = [at for at, _, changes in pending if not changes]
-    shares = [at for at, (_, old, new) in enumerate(pairs) if new.is_partial() and old != new]
+    partials = [one for one in (*have, *want) if one.is_partial()]
+    if not partials:
+        return None
+    changed = [at for at, old in enumerate(have) if old != want[at]]
+    pending = [at for at, old in enumerate(have) if old.is_partial()]
+    reduced = [at for at in pending if at in changed and sizes[at] > 1]
+    kept = [at for at in pending if at not in changed]
+    shares = [at for at in changed if want[at].is_partial()]
     divided = [at for at in shares if sizes[at] > 1]
     kinds = {_kind(have[at]) for at in (*reduced, *kept)}
-    plain = all(type(one) is Partial for one in (*have, *want) if one.is_partial())
-    if plain and not shares and len(kinds) < 2:
+    if not shares and len(kinds) < 2 and all(type(one) is Partial for one in partials):
         return None
     if len(kinds) > 1 and not kinds <= _LINEAR:
         raise LayoutError(
@@ -121,15 +117,11 @@ def work_for(
     _check_shares(want, divided, dtype)
     words = {_kind(have[at]) for at in reduced} if len(kinds) < 2 else kinds
     op = words.pop() if len(words) == 1 and "norm" not in min(words) else "sum"
-    simple = [
-        (Partial(op) if at in kept or at in reduced else _reduce(old), _reduce(new))
-        for at, (_, old, new) in enumerate(pairs)
-    ]
-    ends = [Partial(op) if at in kept else new for at, (_, new) in enumerate(simple)]
+    simple = {at: Partial(op) for at in (*kept, *reduced)}
     averages = [at for at in reduced if op == "sum" and _kind(have[at]) == "avg"]
     return LocalWork(
-        tuple(old for old, _ in simple),
-        tuple(ends),
+        tuple(simple.get(at, _without_partial(old)) for at, old in enumerate(have)),
+        tuple(simple[at] if at in kept else _without_partial(new) for at, new in enumerate(want)),
         tuple(have[at] for at in reduced if hasattr(have[at], "mask_buffer")),
         next((norm for at in reduced if (norm := getattr(have[at], "norm_type", None))), None),
         prod(sizes[at] for at in averages),
@@ -137,7 +129,7 @@ def work_for(
     )
 
 
-def _reduce(placement: Placement) -> Placement:
+def _without_partial(placement: Placement) -> Placement:
     return Replicate() if placement.is_partial() else placement
 
 
@@ -162,7 +154,7 @@ def _check_masks(have: Placements, want: Placements, kept: Sequence[int]) -> Non
                 )
 
 
-def _check_shares(want: Placements, axes: Sequence[int], dtype: torch.dtype) -> None:
+def _check_shares(want: Placements, axes: Sequence[int], dtype: str) -> None:
     for at in axes:
         kind = _kind(want[at])
         known = "norm" in kind or kind in ("sum", "avg", "max", "min")
@@ -173,16 +165,11 @@ def _check_shares(want: Placements, axes: Sequence[int], dtype: torch.dtype) -> 
                 f"a value cannot be given as {want[at]!r}: there are no addends of it for every "
                 "value; use Partial of sum, avg, max or min, or Replicate()"
             )
-        if divides and not _is_inexact(str(dtype).removeprefix("torch.")):
+        if divides and not _is_inexact(dtype):
             raise LayoutError(
-                f"{dtype} cannot be given as {want[at]!r}: each rank would hold its share, and "
-                "integers cannot be divided; use Replicate()"
+                f"torch.{dtype} cannot be given as {want[at]!r}: each rank would hold its share, "
+                "and integers cannot be divided; use Replicate()"
             )
-
-
-def _wide(dtype: str) -> str:
-    """The dtype in which powers are summed; integers are rounded after the root."""
-    return accumulator(dtype) if _is_inexact(dtype) else "float64"
 
 
 def _is_inexact(dtype: str) -> bool:

@@ -4,53 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from reshard.errors import LayoutError, TensorError
 from reshard.layout.box import row_major
+from reshard.layout.columns import sized_cache
 from reshard.layout.layout import Layout
 from reshard.tensors.dtensor.placements import (
     Placed,
-    ShardOrder,
     mesh_of,
-    nested_layout,
-    positive_dims,
+    placed_on,
 )
 from reshard.tensors.kinds import this_rank, wait_ready
 
-Reading = tuple[ShardOrder, bool]
-"""A shard order, if there is one, and whether strided shards are an order of nesting."""
-
-MAX_SPECS = 256
+MAX_SPECS = 1024
+MAX_LAYOUT_BYTES = 8 << 20
+"""Bytes of layouts that are kept, of which a few list many parts."""
 
 
 def dtensor_layout(tensor: DTensor) -> Layout:
-    layout, expected = expected_of(tensor, tensor._spec.placements)
+    layout, expected = expected_of(placed_of(tensor), tuple(tensor.shape), this_rank())
     check_shape_of(tensor, expected, f'layout "{layout}"')
     return layout
 
 
-def expected_of(
-    tensor: DTensor, placements: tuple[Placement, ...]
-) -> tuple[Layout, tuple[int, ...] | None]:
-    """The layout that a DTensor has by these placements, and this rank's local shape."""
-    spec, rank = tensor._spec, this_rank()
-    placed = Placed(mesh_of(spec.mesh, rank), placements, *reading_of(spec))
-    return _expected(placed, tensor.shape, rank)
-
-
-def reading_of(spec: DTensorSpec) -> Reading:
-    """DTensor's own shard order, and whether strided shards are read as an order of nesting."""
+def placed_of(tensor: DTensor) -> Placed:
+    spec = tensor._spec
     nested = getattr(spec, "use_strided_shard_as_shard_order", True) is not False
-    return getattr(spec, "shard_order", None), nested
+    return Placed(mesh_of(spec.mesh), spec.placements, getattr(spec, "shard_order", None), nested)
+
+
+@sized_cache(MAX_LAYOUT_BYTES, lambda result, *_: 2048 + 16 * len(str(result[0])))
+def expected_of(
+    placed: Placed, shape: tuple[int, ...], rank: int
+) -> tuple[Layout, tuple[int, ...] | None]:
+    """The layout of placements, and the local shape of a rank; None if it is outside the mesh."""
+    layout = placed.layout(shape)
+    is_inside = placed.mesh.index(rank) is not None
+    return layout, layout.local_shape(rank, shape) if is_inside else None
 
 
 def check_shape_of(tensor: DTensor, expected: tuple[int, ...] | None, by: str) -> None:
@@ -58,43 +55,19 @@ def check_shape_of(tensor: DTensor, expected: tuple[int, ...] | None, by: str) -
     local = tensor._local_tensor
     # FSDP2 has empty local tensors of shape (0, 0) where placements give (3, 0); both are empty.
     if expected is not None and local.shape != expected and (local.numel() or 0 not in expected):
-        held, shape, mesh = tuple(local.shape), tuple(tensor.shape), mesh_of(tensor.device_mesh)
+        sizes, shape, mesh = tuple(local.shape), tuple(tensor.shape), mesh_of(tensor.device_mesh)
         raise LayoutError(
-            f"rank {this_rank()} holds a local tensor of shape {held} and placements "
+            f"rank {this_rank()} holds a local tensor of shape {sizes} and placements "
             f"{list(tensor.placements)} on mesh {mesh} give it {expected} of the tensor {shape}, "
-            f"as {by}: {_advice(tensor, held)}"
+            f"as {by}: {_advice(tensor, sizes)}"
         )
 
 
-def _expected(
-    placed: Placed, shape: tuple[int, ...], rank: int
-) -> tuple[Layout, tuple[int, ...] | None]:
-    """The layout and this rank's local shape; None where the rank is not in the mesh."""
-    kept = _expected_if_nested(placed, shape, rank)
-    if kept is not None:
-        return kept
-    layout = placed.layout(tuple(shape))
-    inside = placed.mesh.index(rank) is not None
-    return layout, layout.local_shape(rank, tuple(shape)) if inside else None
-
-
-@lru_cache(maxsize=2048)
-def _expected_if_nested(
-    placed: Placed, shape: tuple[int, ...], rank: int
-) -> tuple[Layout, tuple[int, ...] | None] | None:
-    """The same where the layout is small; otherwise None."""
-    shape = tuple(shape)
-    layout = nested_layout(placed, shape)
-    if layout is None:
-        return None
-    return layout, None if placed.mesh.index(rank) is None else layout.local_shape(rank, shape)
-
-
-def _advice(tensor: DTensor, held: tuple[int, ...]) -> str:
+def _advice(tensor: DTensor, sizes: tuple[int, ...]) -> str:
     shape, mesh = tuple(tensor.shape), mesh_of(tensor.device_mesh)
     with suppress(LayoutError):
         other = Placed(mesh, tensor.placements, nested=False).layout(shape)
-        if other.local_shape(this_rank(), shape) == held:
+        if other.local_shape(this_rank(), shape) == sizes:
             return (
                 f'it has the shape that "{other}" gives, which is how distribute_tensor shards a '
                 "_StridedShard: move the local tensor with that layout"
@@ -105,24 +78,20 @@ def _advice(tensor: DTensor, held: tuple[int, ...]) -> str:
     )
 
 
-def dtensor_local(tensor: DTensor, expected: tuple[int, ...] | None = None) -> torch.Tensor | None:
-    """This rank's local tensor, in the shape that is expected; None on a rank outside the mesh.
+def dtensor_local(tensor: DTensor, has_grad: bool = False) -> torch.Tensor | None:
+    """This rank's local tensor, in the shape of its layout; None on a rank outside the mesh.
 
-    That shape is the one of its layout, if none is given.
+    With ``has_grad`` its gradient flows back to the DTensor.
     """
     if tensor.device_mesh.get_coordinate() is None:
         return None
-    return _shaped(tensor, wait_ready(tensor._local_tensor), expected)
-
-
-def _shaped(
-    tensor: DTensor, local: torch.Tensor, expected: tuple[int, ...] | None = None
-) -> torch.Tensor:
+    local = tensor._local_tensor
+    if has_grad:
+        local = tensor.to_local(grad_placements=gradient_placements(tensor.placements))
+    local = wait_ready(local)
     if local.numel():
         return local  # the shape of an empty one may differ from the layout's
-    if expected is None:
-        expected = dtensor_layout(tensor).local_shape(this_rank(), tuple(tensor.shape))
-    return local.reshape(expected)
+    return local.reshape(dtensor_layout(tensor).local_shape(this_rank(), tuple(tensor.shape)))
 
 
 def gradient_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
@@ -130,18 +99,10 @@ def gradient_placements(placements: Sequence[Placement]) -> tuple[Placement, ...
     return tuple(Replicate() if one.is_partial() else one for one in placements)
 
 
-def differentiable_local(tensor: DTensor) -> torch.Tensor | None:
-    """This rank's local tensor, with its gradients; None on a rank outside the mesh."""
-    if tensor.device_mesh.get_coordinate() is None:
-        return None
-    placements = gradient_placements(tensor.placements)
-    return _shaped(tensor, wait_ready(tensor.to_local(grad_placements=placements)))
-
-
 def dtensor_of(
     local: torch.Tensor | None,
     device_mesh: DeviceMesh,
-    placements: Sequence[Placement],
+    placements: Placed | Sequence[Placement],
     shape: Sequence[int],
     *,
     stride: Sequence[int] | None = None,
@@ -152,68 +113,49 @@ def dtensor_of(
     A rank that holds nothing gives ``None`` and the dtype. ``stride`` is the global one, rows
     after rows if not given. Nothing is communicated; gradients flow back to the local tensor.
     """
-    sizes, rank = tuple(shape), this_rank()
-    placed = positive_dims(placements, sizes)
-    layout, expected = _expected(Placed(mesh_of(device_mesh, rank), placed), sizes, rank)
-    local = _part(local, device_mesh, layout, expected, dtype)
+    sizes = tuple(shape)
+    placed = (
+        placements if isinstance(placements, Placed) else placed_on(device_mesh, placements, sizes)
+    )
+    local = _part(local, device_mesh, *expected_of(placed, sizes, this_rank()), dtype)
     strides = tuple(row_major(sizes) if stride is None else stride)
     if local.requires_grad:
         size = torch.Size(sizes)
-        return DTensor.from_local(local, device_mesh, placed, shape=size, stride=strides)
+        return DTensor.from_local(local, device_mesh, placed.placements, shape=size, stride=strides)
     # Three times as quick as from_local.
-    spec = _spec(device_mesh, placed, sizes, strides, local.dtype)
+    meta = TensorMeta(torch.Size(sizes), strides, local.dtype)
+    spec = spec_on(device_mesh, placed.placements, meta)
     return DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def dtensor_with(
-    local: torch.Tensor,
-    target: tuple[DeviceMesh, Sequence[Placement]],
-    like: DTensor,
-    reading: Reading,
-) -> DTensor:
+def dtensor_with(local: torch.Tensor, mesh: DeviceMesh, placed: Placed, like: DTensor) -> DTensor:
     """Wrap a local tensor with any placements; it has the shape and the stride of another."""
-    meta, (order, nested) = TensorMeta(like.shape, like.stride(), local.dtype), reading
-    spec = DTensorSpec(target[0], tuple(target[1]), tensor_meta=meta)
-    if not nested and any(isinstance(one, _StridedShard) for one in target[1]):
+    meta = TensorMeta(like.shape, like.stride(), local.dtype)
+    spec = spec_on(mesh, placed.placements, meta)
+    if not placed.nested and placed.is_strided:
         spec.use_strided_shard_as_shard_order = False
-        spec.shard_order = order  # type: ignore[assignment]
+        spec.shard_order = placed.order  # type: ignore[assignment]
     return DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-SpecFields = dict[str, Any]
-"""The fields of a DTensorSpec without its mesh, so that they do not keep process groups alive."""
-
-_specs: WeakKeyDictionary[DeviceMesh, dict[tuple[object, ...], SpecFields]] = WeakKeyDictionary()
-"""Specs of results on each mesh, by placements, shape, strides and dtype."""
+_fields: dict[tuple[tuple[Placement, ...], TensorMeta], dict[str, Any]] = {}
+"""The fields of specs, without their meshes: those would keep process groups alive."""
 
 
-def fields_of(spec: DTensorSpec) -> SpecFields:
-    return {name: value for name, value in spec.__dict__.items() if name != "mesh"}
-
-
-def spec_from(mesh: DeviceMesh, fields: SpecFields) -> DTensorSpec:
-    """A new spec with these fields, because torch may modify it; quicker than the constructor."""
+def spec_on(mesh: DeviceMesh, placements: tuple[Placement, ...], meta: TensorMeta) -> DTensorSpec:
+    """A new spec, because torch may modify it; its constructor takes six times as long."""
+    if any(one.is_partial() for one in placements):  # it may have a mask, of one tensor
+        return DTensorSpec(mesh, placements, tensor_meta=meta)
+    fields = _fields.get((placements, meta))
+    if fields is None:
+        if len(_fields) >= MAX_SPECS:
+            _fields.clear()
+        fields = {**vars(DTensorSpec(mesh, placements, tensor_meta=meta))}
+        del fields["mesh"]
+        _fields[placements, meta] = fields
     spec = DTensorSpec.__new__(DTensorSpec)
-    spec.__dict__.update(fields)
-    spec.__dict__["mesh"] = mesh
+    spec.__dict__.update(fields, mesh=mesh)
     return spec
-
-
-def _spec(
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    dtype: torch.dtype,
-) -> DTensorSpec:
-    known = _specs.setdefault(mesh, {})
-    key = (placements, shape, stride, dtype)
-    if key not in known:
-        if len(known) >= MAX_SPECS:
-            known.clear()
-        meta = TensorMeta(torch.Size(shape), stride, dtype)
-        known[key] = fields_of(DTensorSpec(mesh, placements, tensor_meta=meta))
-    return spec_from(mesh, known[key])
 
 
 def _part(
