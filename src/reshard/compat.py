@@ -22,10 +22,9 @@ with needing_torch("reshard.compat"):
     import torch
 
     from reshard import nn, sharded
-    from reshard.sharded import metadata as shards
+    from reshard.sharded import specs
     from reshard.sharded.groups import Group, check_members
-    from reshard.sharded.metadata import Placement, ShardMetadata, TensorProperties
-    from reshard.sharded.specs import layout_of_shards
+    from reshard.sharded.specs import Placement, ShardMetadata, TensorProperties, layout_of_shards
 
 __all__ = ["MODULES"]
 
@@ -112,8 +111,8 @@ def _get_or_create_logger() -> logging.Logger:
     return logger
 
 
-check_tensor = shards.check_tensor
-validate_non_overlapping_shards_metadata = shards.check_disjoint
+check_tensor = specs.check_tensor
+validate_non_overlapping_shards_metadata = specs.check_disjoint
 ShardedTensorBase = sharded.ShardedTensor
 _infer_sharding_spec_from_shards_metadata = sharded.infer_sharding_spec
 _sharded_op_impl = sharded.custom_sharded_op_impl

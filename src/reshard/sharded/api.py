@@ -23,9 +23,15 @@ from reshard.sharded.autograd import from_parts
 from reshard.sharded.content import Content, ContentTensor
 from reshard.sharded.create import content_for
 from reshard.sharded.groups import Group, digest, members
-from reshard.sharded.metadata import Placement, Shard, ShardMetadata, TensorProperties
 from reshard.sharded.move import local_part, split_parts
-from reshard.sharded.specs import PlacementError, ShardingSpec
+from reshard.sharded.specs import (
+    Placement,
+    PlacementError,
+    Shard,
+    ShardingSpec,
+    ShardMetadata,
+    TensorProperties,
+)
 from reshard.sharded.tensor import Options, ShardedTensor, Size, filled_tensor, tensor_of
 from reshard.tensors.agreement import Agreement
 from reshard.tensors.kinds import this_rank
@@ -62,35 +68,36 @@ def _compare(
         for name, content in contents.items()
     ]
     shards = [repr(content.stated or content.layout) for content in contents.values()]
-    own = {
+    arguments = {
         "source": repr(src_rank),
         "kind": None if problem is None else type(problem).__name__,
         "problem": str(problem),
         "tensors": digest(repr(kinds)),
         "specs": digest("".join(shards)),
     }
-    found = Agreement(group, "sharding tensors").gather(own)
-    sources = ", ".join(str(one["source"]) for one in found.values())
-    _check_equal(found, "source", f"src_rank of the other ranks: they are [{sources}]")
-    if len({one["kind"] for one in found.values()}) > 1:
-        refusing = [rank for rank, one in found.items() if one["kind"] is not None]
+    by_rank = Agreement(group, "sharding tensors").gather(arguments)
+
+    def check_equal(key: str, what: str) -> None:
+        ((usual, _),) = Counter(one[key] for one in by_rank.values()).most_common(1)
+        differing = [rank for rank, one in by_rank.items() if one[key] != usual]
+        if differing:
+            raise ShardMismatchError(
+                f"what ranks {differing} were given does not match with {what}; give all ranks the "
+                "same"
+            )
+
+    sources = ", ".join(one["source"] for one in by_rank.values())
+    check_equal("source", f"src_rank of the other ranks: they are [{sources}]")
+    if len({one["kind"] for one in by_rank.values()}) > 1:
+        refusing = [rank for rank, one in by_rank.items() if one["kind"] is not None]
         raise ShardMismatchError(
-            f"ranks {refusing} of {list(found)} refused what they were given, rank {refusing[0]} "
-            f"because: {found[refusing[0]]['problem']}"
+            f"ranks {refusing} of {list(by_rank)} refused what they were given, rank {refusing[0]} "
+            f"because: {by_rank[refusing[0]]['problem']}"
         ) from problem
     if problem is None:
         what = "the names, sizes, dtypes or requires_grad of the tensors of other ranks"
-        _check_equal(found, "tensors", what)
-        _check_equal(found, "specs", "sharding_spec of the other ranks")
-
-
-def _check_equal(found: Mapping[int, Mapping[str, object]], key: str, what: str) -> None:
-    ((usual, _),) = Counter(one[key] for one in found.values()).most_common(1)
-    differing = [rank for rank, one in found.items() if one[key] != usual]
-    if differing:
-        raise ShardMismatchError(
-            f"what ranks {differing} were given does not match with {what}; give all ranks the same"
-        )
+        check_equal("tensors", what)
+        check_equal("specs", "sharding_spec of the other ranks")
 
 
 def _move(
@@ -223,20 +230,7 @@ def shard_tensors(
     return {name: tensor_of(one, tensors[name].requires_grad) for name, one in moved.items()}
 
 
-def init_from_local_shards(
-    local_shards: Sequence[Shard],
-    *global_size: int | Sequence[int] | None,
-    process_group: Group = None,
-    init_rrefs: bool = False,
-) -> ShardedTensor:
-    """A tensor from the shards of each rank; ranks exchange their metadata.
-
-    With ``None`` as the size, or as its first number, shards follow each other along dim 0 in the
-    order of ranks.
-    """
-    return ShardedTensor._init_from_local_shards(
-        local_shards, *global_size, process_group=process_group, init_rrefs=init_rrefs
-    )
+init_from_local_shards = ShardedTensor._init_from_local_shards
 
 
 def reshard_local_shard(
@@ -255,15 +249,8 @@ def reshard_local_shard(
     return shards, list(moved._content.shards_metadata)
 
 
-def reshuffle_local_shard(
-    local_shard: torch.Tensor,
-    st_size: Sequence[int],
-    sharding_spec: ShardingSpec,
-    resharding_spec: ShardingSpec,
-    pg: dist.ProcessGroup | None = None,
-) -> tuple[list[Shard], list[ShardMetadata]]:
-    """The same for specs that split the same dim; both use the same planner."""
-    return reshard_local_shard(local_shard, st_size, sharding_spec, resharding_spec, pg)
+reshuffle_local_shard = reshard_local_shard
+"""The same: specs that split the same dim need no planner of their own."""
 
 
 def build_reshard_metadata(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -17,8 +17,8 @@ from reshard.errors import ArgumentError
 from reshard.planning.adjoint import unreduced
 from reshard.sharded.content import Content, ContentTensor, part_shapes, wrap
 from reshard.sharded.groups import Group
-from reshard.sharded.metadata import Shard
 from reshard.sharded.move import move_like, replicated_content, whole
+from reshard.sharded.specs import Shard
 from reshard.tensors.autograd import Linear, linear
 from reshard.tensors.kinds import this_rank
 from reshard.tensors.local import joined
@@ -51,7 +51,7 @@ def to_layout_in_place(tensor: ContentTensor, target: Content) -> None:
 
 
 def to_whole(tensor: ContentTensor) -> torch.Tensor:
-    """The whole tensor on every rank; each has the same gradient of it."""
+    """The whole tensor, on every rank of the group, each of which has the same gradient of it."""
     content = tensor._content
 
     def gather() -> torch.Tensor:
@@ -126,10 +126,10 @@ class OwnedShard(Shard):
 
     __slots__ = ("_number", "_owner", "_seen")
 
-    def __init__(self, owner: ContentTensor, number: int, shard: Shard) -> None:
-        super().__init__(shard.tensor, shard.metadata)
+    def __init__(self, owner: ContentTensor, number: int) -> None:
         self._owner, self._number = owner, number
         self._seen: tuple[Content, bool, torch.Tensor] | None = None
+        self.metadata = owner._content.shards[number].metadata
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -161,9 +161,11 @@ class OwnedShard(Shard):
             owner.requires_grad_()
 
 
-def gradient_hook(content: Content) -> Callable[[torch.Tensor | None], torch.Tensor | None]:
-    """A hook that lays a gradient out like its tensor, so that optimizers need not move it."""
-    source = content.without_parts()
+def lay_out_gradients(tensor: ContentTensor) -> None:
+    """Lay the gradients of a leaf out like it, so that optimizers need not move them."""
+    if tensor._hook is not None:
+        tensor._hook.remove()
+    source = tensor._content.without_parts()
 
     def lay_out(gradient: torch.Tensor | None) -> torch.Tensor | None:
         if gradient is None:
@@ -173,7 +175,7 @@ def gradient_hook(content: Content) -> Callable[[torch.Tensor | None], torch.Ten
         # Autograd cannot accumulate into an expanded tensor.
         return own.clone() if expanded else own
 
-    return lay_out
+    tensor._hook = cast(Any, tensor).register_hook(lay_out)
 
 
 def _gradient_for(content: Content) -> Function:

@@ -26,8 +26,7 @@ from reshard.planning.plans import ONE
 from reshard.sharded.content import Content, strides_like
 from reshard.sharded.create import content_for
 from reshard.sharded.groups import Group, is_outside, members
-from reshard.sharded.metadata import TensorProperties
-from reshard.sharded.specs import ShardingSpec
+from reshard.sharded.specs import ShardingSpec, TensorProperties
 from reshard.tensors.kinds import this_rank
 from reshard.tensors.local import box_view, piece_view, whole_on
 from reshard.tensors.tensor_move import move_between
@@ -118,17 +117,17 @@ def _moved_in_process(
     local: torch.Tensor | None, have: Layout, want: Layout, shape: tuple[int, ...]
 ) -> torch.Tensor | None:
     """A move without a process group: all elements must be in this process."""
-    if want.holds(this_rank()) is None:
+    rank = this_rank()
+    if want.holds(rank) is None:
         return None
-    pieces = have.pieces(this_rank(), shape)
+    pieces = have.pieces(rank, shape)
     boxes = [piece.box for piece in pieces]
-    for wanted in want.pieces(this_rank(), shape):
-        missing = missing_boxes(wanted.box, boxes)
-        if missing:
-            raise CoverageError(
-                f"{missing[0]} of a tensor {list(shape)} is on another rank, and there is no "
-                "process group to ask: call torch.distributed.init_process_group first"
-            )
+    missing = [gap for one in want.pieces(rank, shape) for gap in missing_boxes(one.box, boxes)]
+    if missing:
+        raise CoverageError(
+            f"{missing[0]} of a tensor {list(shape)} is on another rank, and there is no process "
+            "group to ask: call torch.distributed.init_process_group first"
+        )
     if local is None:
         raise CoverageError(f"this process has no shard of a tensor {list(shape)}: give it one")
     local, full = local.contiguous(), local.new_empty(shape)
@@ -142,19 +141,18 @@ def gather_to(
 ) -> torch.Tensor | None:
     """The whole tensor on rank ``dst`` of the group; None on the others."""
     ranks, problem = members(content.group), None
-    rank, wanted = ranks[dst if dst in range(len(ranks)) else 0], list(content.shape)
+    rank, shape = ranks[dst if dst in range(len(ranks)) else 0], list(content.shape)
     if dst not in range(len(ranks)):
         problem = f"dst={dst} is no rank of a group of {len(ranks)}: give 0 to {len(ranks) - 1}"
-    elif this_rank() == rank and out is not None and not isinstance(out, torch.Tensor):
-        problem = f"out is of type {type(out).__name__}: give a tensor"
-    elif this_rank() == rank and out is not None and list(out.shape) != wanted:
-        problem = (
-            f"out has shape {list(out.shape)} and the tensor {wanted}: give room for the whole "
-            "tensor"
-        )
+    elif this_rank() == rank and out is not None:
+        if not isinstance(out, torch.Tensor):
+            problem = f"out is of type {type(out).__name__}: give a tensor"
+        elif list(out.shape) != shape:
+            sizes = f"out has shape {list(out.shape)} and the tensor {shape}"
+            problem = f"{sizes}: give room for the whole tensor"
     if problem is not None:  # raise here and on the ranks that wait for this one
-        kind = canonical_dtype(content.dtype)
-        move = move_between(content.layout, whole_on((rank,)), content.shape, kind)
+        dtype_name = canonical_dtype(content.dtype)
+        move = move_between(content.layout, whole_on((rank,)), content.shape, dtype_name)
         api.raise_on_all_ranks(move.plan, TensorError(problem), content.group)
     full = gather_on(content, [rank])
     if full is None:
@@ -196,23 +194,23 @@ def all_agree(
         return one.group is other.group and one.layout == other.layout  # this rank has no parts
     if not one.is_like(other):
         return False
-    here, problem = 0, None
+    agrees, problem = 0, None
     try:
-        here = int(all(map(same, one.parts, other.parts)))
+        agrees = int(all(map(same, one.parts, other.parts)))
     except Exception as error:  # a rank without parts has none, and waits for this one
-        here, problem = -1, error
+        agrees, problem = -1, error
     if dist.is_initialized():
-        everywhere = torch.tensor([here], device=one.device)
+        everywhere = torch.tensor([agrees], device=one.device)
         dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=one.group)
-        here = int(everywhere.item())
+        agrees = int(everywhere.item())
     if problem is not None:
         raise problem
-    if here < 0:
+    if agrees < 0:
         raise OperationError(
             f"two ShardedTensors {list(one.shape)} of {one.dtype} cannot be compared: another rank "
             "raises why; give what torch can compare"
         )
-    return bool(here)
+    return bool(agrees)
 
 
 MAX_TARGET_BYTES, SHARD_BYTES = 16 << 20, 512
@@ -227,19 +225,19 @@ def reshard_target(content: Content, spec: ShardingSpec) -> Content | None:
     """The content that a spec gives this rank, without parts; None if the tensor has it already."""
     require_type(spec, ShardingSpec, "reshard", "give a ShardingSpec")
     group = content.group or dist.group.WORLD or Content  # a key for a process without a group
-    known = _targets.setdefault(group, SizedCache(MAX_TARGET_BYTES))
-    # The fields of a spec may be assigned; they are other objects then.
+    targets = _targets.setdefault(group, SizedCache(MAX_TARGET_BYTES))
+    # The fields of a spec may be assigned; they are other objects then. The entry keeps the spec
+    # and its fields: while they live, no other objects have their ids.
     fields = tuple(vars(spec).values())
     key = (id(spec), *map(id, fields), content.shape, content.dtype)
-    entry = known.get(key)
+    entry = targets.get(key)
     if entry is None:
         target = content_for(spec, content.shape, TensorProperties(content.dtype), content.group)
-        # Without the group: the value of a weak key must not refer to it. With the spec and its
-        # fields: while they live, no other object has their ids.
-        entry = (replace(target, group=None), spec, fields)
+        # Without the group: the value of a weak key must not refer to it.
+        entry = replace(target, group=None), spec, fields
         # A field that is a list or a dict may have other values next time.
         if all(isinstance(one, Hashable) for one in fields):
-            known.put(key, entry, SHARD_BYTES * (1 + len(target.stated or ())))
+            targets.put(key, entry, SHARD_BYTES * (1 + len(target.stated or ())))
     target = replace(entry[0], group=content.group)
     same = target.is_like(content) and target.shards_metadata == content.shards_metadata
     return None if same else target

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 
 import torch
 
@@ -69,38 +68,33 @@ def _run_whole(func: Op, args: Args, kwargs: Kwargs, targets: list[Value]) -> Va
     An operation that writes gets whole copies, which are then written into the shards.
     """
     group = first_content(args, kwargs).group
-    contents = [one for one in targets if isinstance(one, Content)]
-    copies = {id(one): whole(one).clone() for one in contents}
+    copies = {one: whole(one).clone() for one in targets if isinstance(one, Content)}
 
     def lend(content: Content) -> torch.Tensor:
-        return copies[id(content)] if id(content) in copies else whole(content)
+        return copies[content] if content in copies else whole(content)
 
     positional, named = map_nested(lend, (args, kwargs), Content)
     results = func(*positional, **named)
-    for one in contents:
-        result = copies[id(one)]
-        if tuple(result.shape) != one.shape:
+    for content, result in copies.items():
+        if tuple(result.shape) != content.shape:
             raise OperationError(
                 f"the operation {func} is not supported for ShardedTensor: it would change the "
-                f"shape {list(one.shape)} to {list(result.shape)}; use the one that makes a new "
-                "tensor"
+                f"shape {list(content.shape)} to {list(result.shape)}; use the one that makes a "
+                "new tensor"
             )
-        copy_into(one, replicated_content(result, one.group))
-    owners = {id(copies[id(one)]): one for one in contents}
+        copy_into(content, replicated_content(result, content.group))
 
     def result_of(tensor: torch.Tensor) -> torch.Tensor | Content:
-        if any(tensor is one for one in targets):
-            return tensor
-        return owners[id(tensor)] if id(tensor) in owners else replicated_content(tensor, group)
+        owner = next((one for one, copy in copies.items() if copy is tensor), None)
+        return owner or replicated_content(tensor, group)
 
     return map_nested(result_of, results, torch.Tensor)
 
 
 def _needs_whole(func: Op, args: Args) -> bool:
     """Whether the result size depends on values, or DTensor's rule is wrong for the operation."""
-    packet = func.overloadpacket
+    packet, masks = func.overloadpacket, (torch.bool, torch.uint8)
     if packet is aten.index:
-        masks = (torch.bool, torch.uint8)
         if any(one is not None and one.dtype in masks for one in args[1]):
             return True
     elif torch.Tag.dynamic_output_shape in func.tags or packet in NEVER:
@@ -139,14 +133,11 @@ def dispatch(func: Op, args: Args, kwargs: Kwargs) -> Value:
     """Run an operation of which some argument is a ShardedTensor."""
     targets = written(func, args, kwargs)
     _check_written(func, targets)
-    owners: dict[int, ContentTensor] = {}
+    owners: dict[Content, ContentTensor] = {}
 
     def content_of(tensor: ContentTensor) -> Content:
-        owners[id(tensor._content)] = tensor
+        owners[tensor._content] = tensor
         return tensor._content
-
-    def tensor_of(content: Content) -> ContentTensor:
-        return owners[id(content)] if id(content) in owners else wrap(content)
 
     included = torch._C._SetExcludeDispatchKeyGuard
     with included(LAZY[0], False), included(LAZY[1], False), included(LAZY[2], False):
@@ -154,7 +145,7 @@ def dispatch(func: Op, args: Args, kwargs: Kwargs) -> Value:
         result = run(func, contents, named)
         if torch.Tag.nondeterministic_seeded in func.tags:
             _agree_on_random(result)
-    result = map_nested(tensor_of, result, Content)
+    result = map_nested(lambda one: owners[one] if one in owners else wrap(one), result, Content)
     if func.is_view and isinstance(args[0], ContentTensor):
         _mark_copies(args[0], result)
     return result
@@ -165,41 +156,30 @@ def run(func: Op, args: Args, kwargs: Kwargs) -> Value:
     special = SPECIAL.get(func.overloadpacket)
     if special is not None:
         return special(func, args, kwargs)
-    view = _copied_view(func)
-    if view is not None:
-        viewed = run(view, args, kwargs)
-        return map_nested(lambda one: run(aten.clone.default, (one,), {}), viewed, Content)
-    if elementwise.is_loss(func):
+    if func.overloadpacket in elementwise.LOSSES:
         return elementwise.run_loss(func, args, kwargs, run)
     targets = written(func, args, kwargs)
     if elementwise.is_elementwise(func) and len(targets) < 2:
         return elementwise.run_elementwise(func, args, kwargs)
-    if elementwise.is_on_lists(func):
+    if func.overloadpacket.__name__.startswith(elementwise.PREFIXES):
         return elementwise.run_on_lists(func, args, kwargs, run)
     if targets or _needs_whole(func, args):
         return _run_whole(func, args, kwargs, targets)
     return run_in_dtensor(func, args, kwargs)
 
 
-@cache
-def _copied_view(func: Op) -> Op | None:
-    """The view that an operation such as ``view_copy`` copies; None for any other operation."""
-    name = func.overloadpacket.__name__
-    view = getattr(aten, name.removesuffix("_copy"), None) if name.endswith("_copy") else None
-    overload: Op | None = getattr(view, func._overloadname, None)
-    return overload if overload is not None and overload.is_view else None
-
-
 def _check_written(func: Op, targets: list[Value]) -> None:
     """Refuse writes that would be lost, and changes of shape in place."""
     for target in targets:
-        if isinstance(target, ContentTensor) and target._is_view_copy:
+        if not isinstance(target, ContentTensor):
+            continue
+        if target._is_view_copy:
             why = (
                 ": it writes into a view whose elements came from other ranks, and the tensor "
                 "would not change; clone() the view first, or write with index_put_ or index_copy_"
             )
             raise unsupported(func, target._content, why)
-        if isinstance(target, ContentTensor) and torch.Tag.inplace_view in func.tags:
+        if torch.Tag.inplace_view in func.tags:
             why = ": it changes the shape in place; use the one that makes a new tensor"
             raise unsupported(func, target._content, why)
 
@@ -216,9 +196,7 @@ def _mark_copies(base: ContentTensor, result: Value) -> None:
 
 def _agree_on_random(result: Value) -> None:
     """Give replicas the random values of the first rank: every rank has its own generator."""
-    for content in each_value([result]):
-        if not isinstance(content, Content):
-            continue
+    for content in (one for one in each_value([result]) if isinstance(one, Content)):
         repeating = _repeating_ranks(content.layout, content.shape)
         if repeating:
             parts = () if this_rank() in repeating else content.parts
@@ -253,12 +231,9 @@ def _new_strided(func: Op, args: Args, kwargs: Kwargs) -> Value:
     content = replace(content, stated_stride=stride)
     if any(part.ndim != len(stride) for part in content.parts) or not content.parts:
         return _to_copy(aten._to_copy.default, (content,), kwargs)
-    return content.with_parts(
-        [
-            func(part, part.shape, strides_like(tuple(part.shape), stride), **kwargs)
-            for part in content.parts
-        ]
-    )
+    strides = [strides_like(tuple(part.shape), stride) for part in content.parts]
+    pairs = zip(content.parts, strides, strict=True)
+    return content.with_parts([func(part, part.shape, own, **kwargs) for part, own in pairs])
 
 
 def _new_alike(func: Op, args: Args, kwargs: Kwargs) -> Value:
@@ -269,9 +244,8 @@ def _new_alike(func: Op, args: Args, kwargs: Kwargs) -> Value:
         return replicated_content(func(like, *args[1:], **kwargs), content.group)
     if not content.parts:
         return _to_copy(aten._to_copy.default, args[:1], kwargs)
-    return content.with_parts(
-        [func(part, part.shape, *args[2:], **kwargs) for part in content.parts]
-    )
+    parts = [func(part, part.shape, *args[2:], **kwargs) for part in content.parts]
+    return content.with_parts(parts)
 
 
 def _detach(func: Op, args: Args, kwargs: Kwargs) -> Content:

@@ -5,7 +5,7 @@ Operations on lists are those of optimizers: one call with the parts of all tens
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import islice
@@ -49,6 +49,7 @@ LOSS_GRADIENTS = {
     aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.huber_loss_backward,
     aten.binary_cross_entropy_backward, aten.soft_margin_loss_backward,
 }  # fmt: skip
+LOSSES |= LOSS_GRADIENTS
 NONE, MEAN = 0, 1
 """Numbers of torch for the reduction of a loss; 2 is the sum."""
 PREFIXES = ("_foreach", "_amp_foreach", "_fused_ada", "_fused_sgd")
@@ -81,16 +82,12 @@ def run_elementwise(func: Op, args: Args, kwargs: Kwargs) -> Value:
     same_shape = {tuple(one.shape) for one in tensors} <= {like.shape, ()} if like else False
     if like is None or like.layout.reduce or (like.mesh and not same_shape and not targets):
         return run_in_dtensor(func, args, kwargs)
-    operands = [_parts_like(value, like) for value in args]
-    named = {name: _parts_like(value, like) for name, value in kwargs.items()}
-    if not like.parts:
-        named.pop("memory_format", None)  # the operands have no elements, and one dim
+    # The operands of a rank without parts have no elements, and one dim.
+    names = [name for name in kwargs if like.parts or name != "memory_format"]
+    columns = [_operands(value, like) for value in (*args, *map(kwargs.get, names))]
     results = [
-        func(
-            *(_of_part(operand, number) for operand in operands),
-            **{name: _of_part(operand, number) for name, operand in named.items()},
-        )
-        for number in range(_num_operands(like))
+        func(*row[: len(args)], **dict(zip(names, row[len(args) :], strict=True)))
+        for row in zip(*columns, strict=True)
     ]
     if targets:
         return targets[0]
@@ -100,15 +97,9 @@ def run_elementwise(func: Op, args: Args, kwargs: Kwargs) -> Value:
     return _join(replace(like, stated_stride=stride), results)
 
 
-def _of_part(operand: Value, number: int) -> Value:
-    return operand[number] if isinstance(operand, tuple) else operand
-
-
 def _widest(tensors: list[Value]) -> Content | None:
     """The first operand with the shape of the result; None if all must be broadcast."""
     contents = [value for value in tensors if isinstance(value, Content)]
-    if any(content.layout.reduce for content in contents):
-        return None
     shapes = {tuple(value.shape) for value in tensors}
     shape = next(iter(shapes))
     if len(shapes) > 1:  # comparing is much quicker than broadcasting, and most are equal
@@ -119,48 +110,41 @@ def _widest(tensors: list[Value]) -> Content | None:
 def _join(like: Content, results: list[Value]) -> Value:
     if isinstance(results[0], tuple):
         return tuple(_join(like, list(column)) for column in zip(*results, strict=True))
-    if not isinstance(results[0], torch.Tensor):
-        return results[0]
-    if like.parts:
-        return like.with_parts(results)
-    # Without parts, only the dtype and the device of the result are known.
-    return like.of_kind(results[0].dtype, results[0].device)
+    return like.with_parts(results if like.parts else (), results[0])
 
 
-def _parts_like(value: Value, like: Content) -> Value:
-    """An operand for the parts of a content: a tuple with one for each, or the same for all.
+def _operands(value: Value, like: Content) -> Sequence[Value]:
+    """An operand for each part of a content; all ranks call this: others may need their parts.
 
-    A rank without parts gets a tensor without elements: results then have the same dtype there.
+    A rank without parts computes with one tensor without elements: results then have the same dtype
+    there.
     """
+    count = max(len(like.parts), 1)
     if not isinstance(value, torch.Tensor | Content):
-        return value
+        return [value] * count
     if not value.shape and like.shape:
-        return _as_plain(value)
+        return [_as_plain(value)] * count
     content = value if isinstance(value, Content) else replicated_content(value, like.group)
     if content.shape != like.shape:
         return _broadcast(content, like)
     if not content.is_like(like):
         content = move_to(content, like.layout)
-    return content.parts if like.parts else torch.empty(0, dtype=value.dtype, device=value.device)
+    return content.parts or [torch.empty(0, dtype=value.dtype, device=value.device)]
 
 
 def _as_plain(value: Value) -> Value:
     return whole(value) if isinstance(value, Content) else value
 
 
-def _broadcast(content: Content, like: Content) -> Value:
+def _broadcast(content: Content, like: Content) -> Sequence[torch.Tensor]:
     """The elements of a smaller tensor that each part of a content needs."""
     wide = whole(content).expand(like.shape)  # every rank has it: nothing more is sent
     if not like.parts:
-        return wide.new_empty(0)
+        return [wide.new_empty(0)]
     if isinstance(like.layout, BoxLayout):
         boxes = like.layout.boxes[this_rank()]
         return tuple(box_view(wide, Box.whole(like.shape), box) for box in boxes)
     return split_parts(local_part(wide, like.layout), like.layout)
-
-
-def is_loss(func: Op) -> bool:
-    return func.overloadpacket in LOSSES or func.overloadpacket in LOSS_GRADIENTS
 
 
 def run_loss(func: Op, args: Args, kwargs: Kwargs, run: Run) -> Value:
@@ -188,10 +172,6 @@ def run_loss(func: Op, args: Args, kwargs: Kwargs, run: Run) -> Value:
     return run(aten.mean.default if reduction == MEAN else aten.sum.default, (each,), {})
 
 
-def is_on_lists(func: Op) -> bool:
-    return bool(func.overloadpacket.__name__.startswith(PREFIXES))
-
-
 def run_on_lists(func: Op, args: Args, kwargs: Kwargs, run: Run) -> Value:
     if func.overloadpacket is aten._amp_foreach_non_finite_check_and_unscale_:
         return _unscale(func, *args, **kwargs)
@@ -214,7 +194,7 @@ def run_on_lists(func: Op, args: Args, kwargs: Kwargs, run: Run) -> Value:
         return None
     rest = iter(results)
     return [
-        next(rest) if like is None else _join(like, list(islice(rest, _num_operands(like))))
+        next(rest) if like is None else _join(like, list(islice(rest, max(len(like.parts), 1))))
         for like in likes
     ]
 
@@ -241,7 +221,7 @@ def _write_back(func: Op, args: Args, likes: list[Content | None], columns: list
             continue
         rest = iter(columns[index])
         for one, like in zip(value, likes, strict=True):
-            parts = tuple(islice(rest, 1 if like is None else _num_operands(like)))
+            parts = tuple(islice(rest, 1 if like is None else max(len(like.parts), 1)))
             if like is None or tuple(one.shape) != like.shape:
                 continue
             parts = parts[: len(like.parts)]
@@ -258,14 +238,5 @@ def _column(value: Value, likes: list[Content | None]) -> Value:
         return value
     column: list[Value] = []
     for one, like in zip(value, likes, strict=True):
-        if like is None:
-            column.append(_as_plain(one))
-            continue
-        parts = _parts_like(one, like)  # on all ranks: others may need parts of this one
-        column += parts if isinstance(parts, tuple) else [parts] * _num_operands(like)
+        column += [_as_plain(one)] if like is None else _operands(one, like)
     return column
-
-
-def _num_operands(like: Content) -> int:
-    """One for every part; a rank without parts computes with one tensor without elements."""
-    return max(len(like.parts), 1)

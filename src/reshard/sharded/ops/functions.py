@@ -8,8 +8,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch.nn import functional as F
@@ -21,7 +21,7 @@ from reshard.layout.mesh import Mesh
 from reshard.layout.words import Chunk
 from reshard.sharded.autograd import (
     from_parts,
-    gradient_hook,
+    lay_out_gradients,
     replicated,
     to_layout,
     to_local,
@@ -58,7 +58,8 @@ def _attend(
     contents = [one._content for one in tensors]
     if is_for_all and len(tensors) == 3 and _have_whole_heads(contents):
         if dropout_p > 0:  # replicas would draw different random numbers
-            spread = _heads_over(contents[0].layout.ranks)
+            ranks = contents[0].layout.ranks
+            spread = Layout(Mesh(rank=len(ranks), ranks=ranks), "- rank - -")
             tensors = [_in_layout(one, spread) for one in tensors]
         local = func(*map(to_local, tensors), attn_mask, dropout_p, *args, **kwargs)
         first = tensors[0]._content
@@ -67,11 +68,6 @@ def _attend(
         return _in_layout(from_parts(result, local), contents[0].layout)
     with sdpa_kernel(SDPBackend.MATH), torch._C.DisableTorchFunctionSubclass():
         return func(query, key, value, attn_mask, dropout_p, *args, **kwargs)
-
-
-@lru_cache(maxsize=64)
-def _heads_over(ranks: tuple[int, ...]) -> Layout:
-    return Layout(Mesh(rank=len(ranks), ranks=ranks), "- rank - -")
 
 
 def _in_layout(tensor: ContentTensor, layout: Layout) -> ContentTensor:
@@ -83,17 +79,17 @@ def _in_layout(tensor: ContentTensor, layout: Layout) -> ContentTensor:
 
 def _have_whole_heads(contents: list[Content]) -> bool:
     """Whether all three tensors have the same layout, which shards nothing but the heads."""
-    first, layout, words = contents[0], contents[0].layout, contents[0].layout.words
+    layout, words = contents[0].layout, contents[0].layout.words
     if any(one.ndim != 4 or one.layout != layout for one in contents):
         return False
     if isinstance(layout, BoxLayout) or words.reduce or words.on or words.flat or words.without:
         return False
-    ranks, cuts = layout.ranks, layout.dims(first.shape)
+    ranks, cuts = layout.ranks, layout.dims(contents[0].shape)
     counts = [one.shape[HEADS] for one in contents]
-    if {*ranks} != {*members(first.group)} or any((*cuts[:HEADS], *cuts[HEADS + 1 :])):
+    if {*ranks} != {*members(contents[0].group)} or any((*cuts[:HEADS], *cuts[HEADS + 1 :])):
         return False
     # Otherwise a rank's query heads need not be those of its key heads.
-    in_chunks = all(isinstance(cut, Chunk) for cut in cuts[HEADS])
+    in_chunks = all(isinstance(part, Chunk) for part in cuts[HEADS])
     return not any(count % len(ranks) for count in counts) and (in_chunks or len({*counts}) == 1)
 
 
@@ -117,29 +113,25 @@ _for_spec: dict[type, dict[object, Function]] = {}
 
 def custom_sharded_op_impl(func: Function) -> Callable[[Registered], Registered]:
     """Register ``f(types, args, kwargs, process_group)`` in place of a function of torch."""
-    return _registering(_for_all, func)
+    return partial(_register, _for_all, func)
 
 
 def custom_sharding_spec_op(
     sharding_spec_class: type, func: Function
 ) -> Callable[[Registered], Registered]:
     """Register a function for tensors of one class of specs; it precedes those for all tensors."""
-    return _registering(_for_spec.setdefault(sharding_spec_class, {}), func)
+    return partial(_register, _for_spec.setdefault(sharding_spec_class, {}), func)
 
 
-def _registering(
-    table: dict[object, Function], func: Function
-) -> Callable[[Registered], Registered]:
-    def register(own: Registered) -> Registered:
-        if len(inspect.signature(own).parameters) != 4:
-            raise ArgumentTypeError(
-                f"the custom operation for {getattr(func, '__name__', func)} expects signature "
-                f"(types, args, kwargs, process_group), and was given {inspect.signature(own)}"
-            )
-        table[func] = own
-        return own
-
-    return register
+def _register(table: dict[object, Function], func: Function, own: Registered) -> Registered:
+    signature = inspect.signature(own)
+    if len(signature.parameters) != 4:
+        raise ArgumentTypeError(
+            f"the custom operation for {getattr(func, '__name__', func)} expects signature "
+            f"(types, args, kwargs, process_group), and was given {signature}"
+        )
+    table[func] = own
+    return own
 
 
 def call(func: Function, types: object, args: Args, kwargs: Kwargs) -> Any:
@@ -211,8 +203,7 @@ def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
         SET_DATA(tensor, data)
     tensor._content = replace(data._content)
     if tensor._hook is not None:
-        tensor._hook.remove()
-        tensor._hook = cast(Any, tensor).register_hook(gradient_hook(tensor._content))
+        lay_out_gradients(tensor)
 
 
 def _writes_plain(func: Function, args: Args, kwargs: Kwargs) -> bool:
@@ -251,5 +242,5 @@ def _with_replicas(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
 
 def _collects_gradient(value: object) -> bool:
     """Whether a value is a plain tensor that requires gradients."""
-    kind = type(value) in (torch.Tensor, torch.nn.Parameter)
-    return kind and value.requires_grad and value.numel() > 0  # type: ignore[attr-defined]
+    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+    return is_plain and value.requires_grad and value.numel() > 0  # type: ignore[attr-defined]
