@@ -81,15 +81,9 @@ def _create_tensor_from_params(
     *size: int, local_device: torch.device, tensor_properties: TensorProperties
 ) -> torch.Tensor:
     """A tensor for one shard, with uninitialized values."""
-    return torch.empty(
-        *size,
-        dtype=tensor_properties.dtype,
-        layout=tensor_properties.layout,
-        device=local_device,
-        requires_grad=tensor_properties.requires_grad,
-        memory_format=tensor_properties.memory_format,
-        pin_memory=tensor_properties.pin_memory,
-    )
+    names = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory")
+    options = {name: getattr(tensor_properties, name) for name in names}
+    return torch.empty(*size, device=local_device, **options)
 
 
 def _parse_and_validate_remote_device(

@@ -13,8 +13,7 @@ optim      ShardedOptimizer
 tensor     the class ShardedTensor
 ops/       operations of torch on sharded tensors
 files/     sharded tensors in files and state dicts
-autograd   moves and conversions that autograd follows
-move       contents moved to other layouts
+move       contents moved to other layouts, and conversions that autograd follows
 create     contents from specs, and from shards that the ranks already have
 splits     specs that split a tensor into parts, and the spec that lists shards
 content    the layout of a sharded tensor and the parts of this rank

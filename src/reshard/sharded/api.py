@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Literal, Unpack, cast, get_args, overload
+from typing import Any, Literal, Unpack, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,10 @@ from reshard.errors import ArgumentError, ArgumentTypeError
 from reshard.layout.spec import TensorSpec
 from reshard.live.inputs.bound import materialize
 from reshard.planning.plans import ONE, Plan, plan
-from reshard.sharded.autograd import from_parts
 from reshard.sharded.content import Content, ContentTensor
 from reshard.sharded.create import content_for
 from reshard.sharded.groups import Group, digest, members
-from reshard.sharded.move import local_part, split_parts
+from reshard.sharded.move import from_parts, local_part, split_parts
 from reshard.sharded.specs import (
     Placement,
     PlacementError,
@@ -109,13 +108,13 @@ def _move(
     """The contents with this rank's parts, in memory that is not that of the given tensors."""
     have, want, sources = {}, {}, {}
     for name, content in contents.items():
-        kind = canonical_dtype(content.dtype)
-        have[name] = TensorSpec(content.shape, kind, whole_on(owners))
-        want[name] = TensorSpec(content.shape, kind, content.layout)
+        dtype = canonical_dtype(content.dtype)
+        have[name] = TensorSpec(content.shape, dtype, whole_on(owners))
+        want[name] = TensorSpec(content.shape, dtype, content.layout)
         if this_rank() in owners:
             sources[name] = materialize(tensors[name].detach())
     if dist.is_initialized():
-        device = next(iter(contents.values())).device if contents else None
+        device = next((one.device for one in contents.values()), None)
         # If every rank takes shards of its own tensor nothing is sent, and a rank may call alone.
         check: Literal["first", "never"] = "first" if len(owners) == 1 else "never"
         local = plan(have, want).run(sources, group=group, device=device, check=check)
@@ -243,10 +242,7 @@ def reshard_local_shard(
     """This rank's shards under another spec, and all metadata; gradients flow back."""
     content = content_for(sharding_spec, st_size, TensorProperties(local_tensor.dtype), pg)
     moved = cast(ShardedTensor, from_parts(content, local_tensor)).resharded(resharding_spec)
-    shards = moved.local_shards()
-    if len(moved._content.parts) == 1:
-        shards = [Shard(moved.local_tensor(), moved._content.shards[0].metadata)]
-    return shards, list(moved._content.shards_metadata)
+    return moved.local_shards(), list(moved._content.shards_metadata)
 
 
 reshuffle_local_shard = reshard_local_shard
@@ -279,21 +275,9 @@ def build_reshard_metadata(
     return ordered, ranks
 
 
-@overload
-def get_idx_from_placements(
-    placements: Sequence[Placement | str], current_rank: int, *, all: Literal[False] = False
-) -> int: ...
-
-
-@overload
-def get_idx_from_placements(
-    placements: Sequence[Placement | str], current_rank: int, *, all: bool
-) -> tuple[int, ...] | int: ...
-
-
 def get_idx_from_placements(
     placements: Sequence[Placement | str], current_rank: int, *, all: bool = False
-) -> tuple[int, ...] | int:
+) -> Any:
     """The index of a rank among placements: the first one, or with ``all`` a tuple of all.
 
     >>> get_idx_from_placements(["rank:3/cpu", "rank:1/cpu"], 1)

@@ -120,10 +120,7 @@ class Content:
     def with_parts(
         self, parts: Sequence[torch.Tensor], like: torch.Tensor | None = None
     ) -> Content:
-        """The same shards with other values, perhaps of another dtype or on another device.
-
-        A rank without parts has the dtype and the device of ``like``, if it is given.
-        """
+        """The same shards with other values; without any, the dtype and device are of ``like``."""
         like = parts[0] if parts else like
         if like is None:
             return self.without_parts()
@@ -142,11 +139,11 @@ class Content:
 
     def is_like(self, other: Content) -> bool:
         """Whether every rank holds the same elements of both, in the same order."""
-        if self.layout is other.layout and self.shape == other.shape:
-            return True
-        if self.shape != other.shape or members(self.group) != members(other.group):
-            return False
-        return self.layout == other.layout or _is_same(self.layout, other.layout, self.shape)
+        one, two = self.layout, other.layout
+        if one is two or self.shape != other.shape:
+            return self.shape == other.shape
+        is_same_group = members(self.group) == members(other.group)
+        return is_same_group and (one == two or _is_same(one, two, self.shape))
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         """Copies have copies of the parts, perhaps on another device; all else is shared."""
@@ -163,11 +160,10 @@ class Content:
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
         """This rank's shards; views of its part if that part consists of several boxes."""
-        rank = this_rank()
-        own = [shard for shard in self.shards_metadata if shard.rank == rank]
-        if not dist.is_initialized() and len(self.parts) == len(self.shards_metadata):
-            own = list(self.shards_metadata)  # without a group, all shards may be in this process
-        tensors = self.parts
+        rank, tensors, own = this_rank(), self.parts, self.shards_metadata
+        # Without a group, all shards may be in this process.
+        if dist.is_initialized() or len(tensors) != len(own):
+            own = tuple(shard for shard in own if shard.rank == rank)
         are_shards = [tuple(one.shape) for one in tensors] == [one.shard_sizes for one in own]
         if not are_shards and not isinstance(self.layout, BoxLayout):
             pieces = self.layout.pieces(rank, self.shape) if tensors else ()
@@ -183,13 +179,11 @@ def part_shapes(layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[tupl
 
 @per_layout
 def _is_same(one: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
-    """Whether two layouts are the same on all ranks, so that no rank has to move anything.
-
-    Empty tensors are the same in any layout, and their parts may still have different shapes.
-    """
-    ranks = {*one.ranks, *other.ranks}
+    """Whether two layouts are the same on all ranks, so that no rank has to move anything."""
+    # Empty tensors are the same in any layout, and their parts may still have different shapes.
     return one.same_as(other, shape) and all(
-        part_shapes(one, rank, shape) == part_shapes(other, rank, shape) for rank in ranks
+        part_shapes(one, rank, shape) == part_shapes(other, rank, shape)
+        for rank in {*one.ranks, *other.ranks}
     )
 
 
@@ -233,7 +227,6 @@ class ContentTensor(torch.Tensor):
 def wrap(
     content: Content, requires_grad: bool = False, is_parameter: bool = False
 ) -> ContentTensor:
-    """The ShardedTensor of a content."""
     facade = ContentTensor.facade
     facade.prepare_torch()
     tensor: ContentTensor = torch.Tensor._make_wrapper_subclass(

@@ -22,8 +22,9 @@ from reshard.sharded.specs import (
     ShardingSpec,
     ShardMetadata,
     TensorProperties,
+    check_tensor,
 )
-from reshard.sharded.splits import ChunkShardingSpec, EnumerableShardingSpec, infer_sharding_spec
+from reshard.sharded.splits import EnumerableShardingSpec, infer_sharding_spec
 from reshard.tensors.agreement import Agreement
 from reshard.tensors.kinds import this_rank
 from reshard.text import quoted
@@ -63,12 +64,11 @@ def content_of_shards(
     spec: ShardingSpec | None = None,
 ) -> Content:
     """The content of a rank that has these parts; refuses shards that are not all of a tensor."""
-    layout = EnumerableShardingSpec(shards).layout(shape)
-    known = spec or infer_sharding_spec(shards)
+    known = infer_sharding_spec(shards) if spec is None else spec
+    check_tensor(shards, shape)
+    layout = (known if spec is None else EnumerableShardingSpec(shards)).layout(shape)
     if not dist.is_initialized() and len(parts) == len(shards):
         layout = Layout.from_boxes(shape, {this_rank(): [shard.box for shard in shards]})
-    elif spec is None and isinstance(known, ChunkShardingSpec):
-        layout = known.layout(shape)
     check_members(layout.ranks, group)
     device = parts[0].device if parts else default_device_of(group)
     return Content(layout, tuple(shape), dtype, tuple(parts), device, group, known, shards)

@@ -94,6 +94,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def register_step_post_hook(self, hook: Callable[..., Any]) -> Any:
         return self._optim.register_step_post_hook(hook)
 
+    def __repr__(self) -> str:
+        return f"ShardedOptimizer({self._optim!r})"
+
 
 def lay_out_state(optimizer: torch.optim.Optimizer) -> None:
     """Move the state of each parameter to the layout of the parameter; all ranks call this.

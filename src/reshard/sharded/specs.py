@@ -91,7 +91,6 @@ class ShardMetadata:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no elements."""
         return 0 in self.shard_sizes
 
 
@@ -317,10 +316,7 @@ class ShardingSpec(ABC):
         return layout_of_shards(size, shards)
 
     def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: Group = None) -> Any:
-        """The ShardedTensor of the tensor of ``src_rank``.
-
-        All ranks of the group call it, each with a tensor of the same size and dtype.
-        """
+        """The ShardedTensor of the tensor of ``src_rank``; the others give tensors of its kind."""
         # Loaded by name: a spec is below the tensors that it describes.
         api = import_module("reshard.sharded.api")
         return api.shard_tensors({ONE: tensor}, {ONE: self}, src_rank, process_group)[ONE]
@@ -337,7 +333,6 @@ class LayoutShardingSpec(ShardingSpec):
     """
 
     stated: Layout
-    """The layout as it was given, for any shape that it fits."""
     device: str = "cpu"
 
     def __init__(self, layout: Layout, device: str = "cpu") -> None:
@@ -380,11 +375,7 @@ def layout_of_shards(shape: Sequence[int], shards: Iterable[ShardMetadata]) -> B
 
 
 def check_placements(placements: Iterable[AnyPlacement]) -> tuple[Placement, ...]:
-    """The placements of a spec as a tuple of its own, which the caller cannot change.
-
-    >>> check_placements(["rank:0/cpu", torch.device("cpu")])
-    (rank:0/cpu, cpu)
-    """
+    """The placements of a spec as a tuple of its own, which the caller cannot change."""
     if isinstance(placements, str):
         # Each letter of it would pass as the name of a worker.
         raise ArgumentError(f'placements is the text "{placements}": give a list, ["{placements}"]')
@@ -415,11 +406,7 @@ def check_dim(dim: object) -> int:
 
 
 def dim_of(dim: int, ndim: int) -> int:
-    """The dim of a tensor with ``ndim`` dims, counted from the front.
-
-    >>> dim_of(-1, 3)
-    2
-    """
+    """The dim of a tensor with ``ndim`` dims, counted from the front."""
     if not -ndim <= dim < ndim:
         advice = f"give one from {-ndim} to {ndim - 1}" if ndim else "a scalar cannot be cut"
         raise ArgumentError(f"Invalid sharding dim {dim} for a tensor of {ndim} dims: {advice}")

@@ -180,10 +180,8 @@ class ChunkShardingSpec(DimSplitSpec):
 class RaggedShardingSpec(DimSplitSpec):
     """One dim split into consecutive parts of given sizes, one for each placement.
 
-    >>> spec = RaggedShardingSpec(0, [4, 0, 1], ["rank:0/cpu", "rank:1/cpu", "rank:2/cpu"])
-    >>> metadata = spec.build_metadata(torch.Size([5, 8]), TensorProperties())
-    >>> [f"{shard.box} on {shard.rank}" for shard in metadata.shards_metadata]
-    ['[0:4, 0:8] on 0', '[4:4, 0:8] on 1', '[4:5, 0:8] on 2']
+    >>> RaggedShardingSpec(0, [4, 1], ["rank:0/cpu", "rank:1/cpu"]).layout((5, 8))
+    Layout(Mesh(d0=2), 'd0[4,1] -')
     """
 
     dim: int
@@ -210,10 +208,8 @@ class GridShardingSpec(SplitSpec):
     A dim is split into a number of chunks as ``torch.chunk`` makes them, or into parts of given
     sizes; a dim of 1 chunk stays whole.
 
-    >>> spec = GridShardingSpec([2, [1, 3]], [f"rank:{rank}/cpu" for rank in range(4)])
-    >>> metadata = spec.build_metadata(torch.Size([6, 4]), TensorProperties())
-    >>> [f"{shard.box} on {shard.rank}" for shard in metadata.shards_metadata]
-    ['[0:3, 0:1] on 0', '[0:3, 1:4] on 1', '[3:6, 0:1] on 2', '[3:6, 1:4] on 3']
+    >>> GridShardingSpec([2, [1, 3]], [f"rank:{rank}/cpu" for rank in range(4)]).layout((6, 4))
+    Layout(Mesh(d0=2, d1=2), 'd0 d1[1,3]')
     """
 
     splits: tuple[Split, ...]
@@ -276,9 +272,7 @@ def get_chunked_dim_size(dim_size: int, split_size: int, idx: int) -> int:
 def get_chunk_sharding_params(
     sharding_dim_size: int, world_size: int, spec: ChunkShardingSpec, rank: int
 ) -> tuple[int, int]:
-    """The start and the length of the chunk of a rank.
-
-    There are as many chunks as the spec has placements, which may be fewer than ``world_size``.
+    """The start and the length of the chunk of a rank, one of as many as there are placements.
 
     >>> get_chunk_sharding_params(10, 2, ChunkShardingSpec(0, ["rank:1/cpu", "rank:0/cpu"]), 0)
     (5, 5)
@@ -300,9 +294,8 @@ class EnumerableShardingSpec(ShardingSpec):
 
     >>> top = ShardMetadata([0, 0], [2, 4], "rank:0/cpu")
     >>> rest = ShardMetadata([2, 0], [3, 4], "rank:1/cpu")
-    >>> metadata = EnumerableShardingSpec([top, rest]).build_metadata((5, 4), TensorProperties())
-    >>> [f"{shard.box} on {shard.rank}" for shard in metadata.shards_metadata]
-    ['[0:2, 0:4] on 0', '[2:5, 0:4] on 1']
+    >>> EnumerableShardingSpec([top, rest]).layout((5, 4)).boxes
+    {0: (Box((0, 0), (2, 4)),), 1: (Box((2, 0), (5, 4)),)}
     """
 
     shards: tuple[ShardMetadata, ...]
@@ -335,8 +328,7 @@ class EnumerableShardingSpec(ShardingSpec):
 def infer_sharding_spec(shards_metadata: Sequence[ShardMetadata]) -> ShardingSpec:
     """The chunk spec with exactly these shards, or the spec that lists them.
 
-    The shards may come in any order: the placements of the chunk spec follow the offsets. If chunks
-    of several dims are the same shards, the spec has the first such dim.
+    The shards may come in any order; if chunks of several dims are these shards, the first counts.
 
     >>> shards = [ShardMetadata([2], [2], "rank:0/cpu"), ShardMetadata([0], [2], "rank:1/cpu")]
     >>> infer_sharding_spec(shards)

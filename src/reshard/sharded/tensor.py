@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, NoReturn, Self, TypedDict, Unpack, cast
 
 import torch
@@ -22,12 +22,11 @@ from torch.distributed.tensor import DTensor
 
 from reshard.errors import OperationError, StateError
 from reshard.layout.layout import Layout
-from reshard.sharded import autograd, create
+from reshard.sharded import create, move
 from reshard.sharded.content import Content, ContentTensor, part_shapes, wrap
 from reshard.sharded.files.pickles import reduce
 from reshard.sharded.files.torch_checkpoint import CheckpointTensor, install
 from reshard.sharded.groups import Group, exchange_rrefs
-from reshard.sharded.move import check_in_place, gather_to, move_like, reshard_target
 from reshard.sharded.ops import dtensor
 from reshard.sharded.ops.dispatch import dispatch
 from reshard.sharded.ops.dtensor import Args, Kwargs, Op
@@ -87,7 +86,7 @@ class ShardedTensor(CheckpointTensor):
 
         Autograd's check of saved tensors does not see writes into that memory.
         """
-        return [autograd.OwnedShard(self, at) for at in range(len(self._content.shards))]
+        return [move.OwnedShard(self, at) for at in range(len(self._content.shards))]
 
     def local_tensor(self) -> torch.Tensor:
         """The tensor of this rank's only shard; gradients flow back."""
@@ -96,9 +95,9 @@ class ShardedTensor(CheckpointTensor):
                 f"Only single local shard is supported, and this rank has "
                 f"{len(self._content.shards)}: use local_shards()"
             )
-        return autograd.to_local(self)
+        return move.to_local(self)
 
-    _for_move = autograd.to_move_input
+    _for_move = move.to_move_input
     """This rank's local tensor for ``rs.move``; if it has none, a leaf for gradients."""
 
     def metadata(self) -> ShardedTensorMetadata:
@@ -130,40 +129,26 @@ class ShardedTensor(CheckpointTensor):
 
     def resharded(self, resharding_spec: ShardingSpec) -> ShardedTensor:
         """The same values in the layout of another spec; the tensor itself if nothing changes."""
-        target = reshard_target(self._content, resharding_spec)
-        return self if target is None else cast(ShardedTensor, autograd.to_layout(self, target))
+        target = move.reshard_target(self._content, resharding_spec)
+        if target is None:
+            return self
+        if self.requires_grad and torch.is_grad_enabled():
+            return cast(ShardedTensor, move.to_layout(self, target))
+        return tensor_of(move.move_like(self._content, target))
 
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
         """Move this tensor itself to the layout of another spec, as torch does, and return it.
 
         Autograd follows. A leaf that collects gradients is refused: ``resharded`` gives a new one.
         """
-        target = reshard_target(self._content, resharding_spec)
-        if target is None:
-            return self
-        check_in_place(self._content, target, self.requires_grad and self.is_leaf)
-        if self.requires_grad and torch.is_grad_enabled():
-            autograd.to_layout_in_place(self, target)
-        else:
-            self._content = move_like(self._content, target)
+        target = move.reshard_target(self._content, resharding_spec)
+        if target is not None:
+            move.to_layout_in_place(self, target)
         return self
 
-    full_tensor = autograd.to_whole
+    full_tensor = move.to_whole
 
-    def gather(  # type: ignore[override]
-        self,
-        dst: int = 0,
-        out: torch.Tensor | None = None,
-        enforce_dtype: bool = False,
-        dtype: torch.dtype | None = None,
-    ) -> torch.Tensor | None:
-        """The whole tensor on rank ``dst`` of the group, in ``out`` if given; None on the others.
-
-        Values keep their dtype, unless ``dtype`` or that of ``out`` is another one;
-        ``enforce_dtype`` has no effect.
-        """
-        return gather_to(self._content, dst, out, dtype)
-
+    gather = move.gather  # type: ignore[assignment]
     to_dtensor = dtensor.to_dtensor
 
     @staticmethod
@@ -262,7 +247,7 @@ class ShardedTensor(CheckpointTensor):
         collects = requires_grad and not self.requires_grad and self.is_leaf
         super().requires_grad_(requires_grad)
         if collects:
-            autograd.lay_out_gradients(self)
+            move.lay_out_gradients(self)
         return self
 
     def tolist(self) -> Any:
@@ -333,22 +318,14 @@ def filled_tensor(
     fill: Fill,
     spec: ShardingSpec,
     size: Sequence[Size],
-    *,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    pin_memory: bool = False,
-    memory_format: torch.memory_format = torch.contiguous_format,
     process_group: Group = None,
     init_rrefs: bool = False,
+    **options: Any,
 ) -> ShardedTensor:
-    """A tensor of which every rank fills its own shards."""
-    kind = torch.get_default_dtype() if dtype is None else dtype
-    properties = TensorProperties(kind, layout, requires_grad, memory_format, pin_memory)
-    content = create.content_for(spec, create.size_of(size), properties, process_group)
-    fill = partial(fill, dtype=kind, device=content.device)
-    if pin_memory:
-        fill = partial(fill, pin_memory=True)
+    """A tensor of which every rank fills its own shards; the options are tensor properties."""
+    common = TensorProperties(**{key: one for key, one in options.items() if one is not None})
+    content = create.content_for(spec, create.size_of(size), common, process_group)
+    pinned = {"pin_memory": True} if common.pin_memory else {}
     shapes = part_shapes(content.layout, this_rank(), content.shape)
-    content = content.with_parts([fill(shape) for shape in shapes])
-    return tensor_of(content, requires_grad, init_rrefs)
+    parts = [fill(one, dtype=common.dtype, device=content.device, **pinned) for one in shapes]
+    return tensor_of(content.with_parts(parts), common.requires_grad, init_rrefs)

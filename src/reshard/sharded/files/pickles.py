@@ -1,8 +1,7 @@
 """Pickles of sharded tensors, and state dicts that any number of ranks load.
 
 A pickle has the shards of one rank, and the layout as plain data. `torch.load(weights_only=True)`
-accepts it in a process that imported reshard.sharded: loading calls one function of ours, with
-numbers, texts and tensors.
+accepts it in a process that imported reshard.sharded: loading calls one function of ours.
 
     torch.save(model.state_dict(), f"model.{rank}.pt")       # on 4 ranks
     model.load_state_dict(load_files(paths))                 # on 2, on 3, on 8
@@ -99,8 +98,9 @@ def rebuild_sharded_tensor(parts: list[torch.Tensor], state: State) -> ContentTe
         )
     group = current_process_group()
     is_own = not _from_other_ranks.get()
-    names, now = ("Local rank", "Global rank", "Local world size"), _place(group)
-    for name, key in zip(names, ("local_rank", "rank", "world_size"), strict=True):
+    names = {"local_rank": "Local rank", "rank": "Global rank", "world_size": "Local world size"}
+    now = _place(group)
+    for key, name in names.items():
         if is_own and state[key] != now[key]:
             raise StateError(
                 f"{name} at save time was {state[key]}, but at load time was {now[key]}: load the "

@@ -20,11 +20,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import wraps
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -58,13 +57,11 @@ Function = Callable[..., Any]
 LOADING = "loading a full state dict (with broadcast_from_rank0=True rank 0 alone may have it)"
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A box of a tensor, and the piece of this rank that contains it."""
+class Chunk(NamedTuple):
+    """A box of a tensor, and the number of this rank's part and the piece that contain it."""
 
     box: Box
     part: int
-    """The number of this rank's part that contains it."""
     piece: Piece
 
     def view(self, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -262,10 +259,7 @@ REPLACEMENTS: Mapping[str, Function] = {
 
 
 def _check_same_names(wanted: Mapping[str, Content]) -> None:
-    """Wait for the other ranks, which must load the same names; other shards would not change.
-
-    If only rank 0 has the state dict, ``broadcast_from_rank0=True`` is the right option.
-    """
+    """Wait for the other ranks, which must load the same names; other shards would not change."""
     groups = {members(content.group): content.group for content in wanted.values()}
     for ranks, group in sorted(groups.items(), key=lambda pair: pair[0]):
         if len(ranks) == 1:
@@ -284,7 +278,6 @@ def _check_same_names(wanted: Mapping[str, Content]) -> None:
 
 
 def _contents(local: Tensors, names: Sequence[str]) -> dict[str, Content]:
-    """The contents of the sharded tensors among these names."""
     pairs = ((name, local.get(name)) for name in names)
     return {name: one._content for name, one in pairs if isinstance(one, ContentTensor)}
 
@@ -322,10 +315,10 @@ def state_dict_hook(
 
     For ``module._register_state_dict_hook``; parameters do not need it.
     """
-    for path, one in module.named_modules():
+    for path, one in module.named_modules(prefix=prefix.removesuffix(".")):
         for name, value in vars(one).items():
             if isinstance(value, ContentTensor):
-                destination[_key(prefix, path, name)] = value
+                destination[f"{path}.{name}".removeprefix(".")] = value
 
 
 def pre_load_state_dict_hook(
@@ -342,12 +335,8 @@ def pre_load_state_dict_hook(
 
     For ``module._register_load_state_dict_pre_hook`` with ``with_module=True``.
     """
-    for path, one in module.named_modules():
+    for path, one in module.named_modules(prefix=prefix.removesuffix(".")):
         for name in vars(one):
-            value = state_dict.get(_key(prefix, path, name))
+            value = state_dict.get(f"{path}.{name}".removeprefix("."))
             if isinstance(value, ContentTensor):
                 setattr(one, name, value)
-
-
-def _key(prefix: str, path: str, name: str) -> str:
-    return f"{prefix}{path}.{name}" if path else f"{prefix}{name}"

@@ -22,7 +22,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from reshard.errors import ArgumentError, LiveError, OperationError, ReshardError
 from reshard.layout.layout import Layout
 from reshard.live.inputs.bound import materialize
-from reshard.sharded.autograd import lay_out_gradient, to_layout
 from reshard.sharded.content import (
     Content,
     ContentTensor,
@@ -32,7 +31,7 @@ from reshard.sharded.content import (
     wrap,
 )
 from reshard.sharded.groups import Group, members
-from reshard.sharded.move import move_to, reduced
+from reshard.sharded.move import lay_out_gradient, move_to, reduced, to_layout
 from reshard.tensors.autograd import linear
 from reshard.tensors.dtensor.placements import layout_from, placements_of
 from reshard.tensors.dtensor.wrapping import (
@@ -99,7 +98,6 @@ def written(func: Op, args: Args, kwargs: Kwargs) -> list[Value]:
 
 
 def unsupported(func: object, content: Content, why: str) -> OperationError:
-    """The error for an operation that is not supported, with the reason and what to do instead."""
     return OperationError(
         f'the operation {func} is not supported for ShardedTensor of layout "{content.layout}" and '
         f"shape {list(content.shape)}{why}"

@@ -19,7 +19,10 @@ from reshard.errors import ArgumentTypeError, OperationError
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.mesh import Mesh
 from reshard.layout.words import Chunk
-from reshard.sharded.autograd import (
+from reshard.sharded.content import Content, ContentTensor, map_nested
+from reshard.sharded.groups import members
+from reshard.sharded.move import (
+    all_agree,
     from_parts,
     lay_out_gradients,
     replicated,
@@ -27,9 +30,6 @@ from reshard.sharded.autograd import (
     to_local,
     to_whole,
 )
-from reshard.sharded.content import Content, ContentTensor, map_nested
-from reshard.sharded.groups import members
-from reshard.sharded.move import all_agree
 from reshard.sharded.ops.dtensor import Args, Kwargs, each_value
 from reshard.sharded.ops.lookup import call_on_inputs
 
@@ -107,30 +107,30 @@ TAKES_INPUTS = {F.embedding, F.embedding_bag, F.linear}
 """Functions of plain inputs, which may differ between ranks, and a weight."""
 SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
-_for_all: dict[object, Function] = {}
-_for_spec: dict[type, dict[object, Function]] = {}
+_registered: dict[tuple[type | None, object], Function] = {}
+"""Functions of users in place of functions of torch: for one class of specs, or None for all."""
 
 
 def custom_sharded_op_impl(func: Function) -> Callable[[Registered], Registered]:
     """Register ``f(types, args, kwargs, process_group)`` in place of a function of torch."""
-    return partial(_register, _for_all, func)
+    return partial(_register, None, func)
 
 
 def custom_sharding_spec_op(
     sharding_spec_class: type, func: Function
 ) -> Callable[[Registered], Registered]:
     """Register a function for tensors of one class of specs; it precedes those for all tensors."""
-    return partial(_register, _for_spec.setdefault(sharding_spec_class, {}), func)
+    return partial(_register, sharding_spec_class, func)
 
 
-def _register(table: dict[object, Function], func: Function, own: Registered) -> Registered:
+def _register(spec_class: type | None, func: Function, own: Registered) -> Registered:
     signature = inspect.signature(own)
     if len(signature.parameters) != 4:
         raise ArgumentTypeError(
             f"the custom operation for {getattr(func, '__name__', func)} expects signature "
             f"(types, args, kwargs, process_group), and was given {signature}"
         )
-    table[func] = own
+    _registered[spec_class, func] = own
     return own
 
 
@@ -139,10 +139,10 @@ def call(func: Function, types: object, args: Args, kwargs: Kwargs) -> Any:
     if len(args) == 1 and not kwargs and getattr(func, "__name__", "") == "__get__":
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args)  # an attribute: read a dozen times in every operation
-    if _for_all or _for_spec:
+    if _registered:
         values = each_value((*args, *kwargs.values()))
         content = next(one._content for one in values if isinstance(one, ContentTensor))
-        own = _for_spec.get(type(content.spec), {}).get(func) or _for_all.get(func)
+        own = _registered.get((type(content.spec), func)) or _registered.get((None, func))
         if own is not None:
             return own(types, args, kwargs, content.group)
     if func is torch.allclose or func is torch.Tensor.allclose:
@@ -227,20 +227,12 @@ def _with_replicas(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     simple = ContentTensor | int | float | str | torch.dtype | None
     if not kwargs and all(isinstance(arg, simple) for arg in args):
         return args, kwargs
-    values = list(each_value((*args, *kwargs.values())))
-    sharded = [value for value in values if isinstance(value, ContentTensor)]
-    if not sharded or not any(map(_collects_gradient, values)):
-        return args, kwargs
-    group = sharded[0]._content.group
+    values = each_value((*args, *kwargs.values()))
+    group = next(one._content.group for one in values if isinstance(one, ContentTensor))
 
     def replicate(one: torch.Tensor) -> torch.Tensor:
-        return replicated(one, group) if _collects_gradient(one) else one
+        is_plain = type(one) in (torch.Tensor, torch.nn.Parameter)
+        return replicated(one, group) if is_plain and one.requires_grad and one.numel() else one
 
     replaced: tuple[Args, Kwargs] = map_nested(replicate, (args, kwargs), torch.Tensor)
     return replaced
-
-
-def _collects_gradient(value: object) -> bool:
-    """Whether a value is a plain tensor that requires gradients."""
-    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
-    return is_plain and value.requires_grad and value.numel() > 0  # type: ignore[attr-defined]

@@ -26,9 +26,9 @@ from torch.nn import functional as F
 
 from reshard.errors import OperationError
 from reshard.live.inputs.bound import materialize
-from reshard.sharded.autograd import lay_out_gradient, replicated, to_whole
 from reshard.sharded.content import Content, ContentTensor, part_shapes, wrap
 from reshard.sharded.groups import digest, members
+from reshard.sharded.move import lay_out_gradient, replicated, to_whole
 from reshard.sharded.ops.dtensor import Args, Kwargs, fits_dtensor
 from reshard.sharded.specs import Shard
 from reshard.tensors.agreement import Agreement
@@ -82,9 +82,9 @@ class _Lookup:
     weight: ContentTensor
 
     def compare_inputs(self) -> tuple[bool, torch.Tensor]:
-        """Whether the inputs of ranks differ, and the rows that any rank needs; all raise, or none.
+        """Whether the inputs of ranks differ, and the sorted rows that any rank needs.
 
-        Each row is there once, in rising order.
+        All ranks raise, or none.
         """
         content, problem = self.weight._content, None
         rows = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -190,10 +190,7 @@ def _gathered(own: torch.Tensor, content: Content) -> list[torch.Tensor]:
 
 
 def rows_of(tensor: ContentTensor, rows: torch.Tensor, differ: bool) -> torch.Tensor:
-    """Some rows of a sharded tensor on all ranks; gradients flow back.
-
-    Gradients that differ between ranks are summed; otherwise they are taken to be the same.
-    """
+    """Some rows of a sharded tensor on all ranks; gradients that differ are summed over ranks."""
     content, source = tensor._content, tensor._content.without_parts()
     back = partial(_gradient_of, source, rows, differ)
     return linear(lambda: _fetched(content, rows), back, tensor)
