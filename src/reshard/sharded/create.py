@@ -92,8 +92,6 @@ def size_of(size: Sequence[int | Sequence[int]]) -> torch.Size:
     return torch.Size(numbers)
 
 
-Description = dict[str, Any]
-"""The shards of a rank as JSON: their metadata, and what is common to all, with the size."""
 KIND = ("dtype", "requires_grad", "pin_memory", "ndim")
 """The properties that the shards of all ranks must have in common."""
 
@@ -124,7 +122,8 @@ def from_local_shards(
 
 def _describe(
     local_shards: Sequence[Shard], global_size: Sequence[Any], init_rrefs: bool
-) -> Description:
+) -> dict[str, Any]:
+    """The shards of this rank as JSON, with what they have in common and the size."""
     if init_rrefs:
         check_rpc()
     _require(local_shards, Sequence, "local_shards is", "a list")
@@ -163,7 +162,7 @@ def _row(shard: Shard) -> list[list[int] | str | None]:
     return [offsets, sizes, place or f"rank:{rank}/{tensor.device}"]
 
 
-def _common_kind(described: Mapping[int, Description]) -> dict[str, Any]:
+def _common_kind(described: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
     """The kind and the size that all ranks have; the error names two ranks that differ."""
     first = next((rank for rank, one in described.items() if one["shards"]), None)
     if first is None:

@@ -41,8 +41,6 @@ from reshard.sharded.specs import (
 from reshard.tensors.kinds import this_rank
 
 Size = int | Sequence[int]
-Fill = Callable[..., torch.Tensor]
-"""A factory of torch such as ``torch.zeros``."""
 
 
 class Options(TypedDict, total=False):
@@ -315,7 +313,7 @@ def tensor_of(
 
 
 def filled_tensor(
-    fill: Fill,
+    fill: Callable[..., torch.Tensor],
     spec: ShardingSpec,
     size: Sequence[Size],
     process_group: Group = None,
