@@ -22,10 +22,9 @@ with needing_torch("reshard.compat"):
     import torch
 
     from reshard import nn, sharded
-    from reshard.sharded import metadata as shards
+    from reshard.sharded import specs
     from reshard.sharded.groups import Group, check_members
-    from reshard.sharded.metadata import Placement, ShardMetadata, TensorProperties
-    from reshard.sharded.specs import layout_of_shards
+    from reshard.sharded.specs import Placement, ShardMetadata, TensorProperties, layout_of_shards
 
 __all__ = ["MODULES"]
 
@@ -82,15 +81,9 @@ def _create_tensor_from_params(
     *size: int, local_device: torch.device, tensor_properties: TensorProperties
 ) -> torch.Tensor:
     """A tensor for one shard, with uninitialized values."""
-    return torch.empty(
-        *size,
-        dtype=tensor_properties.dtype,
-        layout=tensor_properties.layout,
-        device=local_device,
-        requires_grad=tensor_properties.requires_grad,
-        memory_format=tensor_properties.memory_format,
-        pin_memory=tensor_properties.pin_memory,
-    )
+    names = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory")
+    options = {name: getattr(tensor_properties, name) for name in names}
+    return torch.empty(*size, device=local_device, **options)
 
 
 def _parse_and_validate_remote_device(
@@ -112,8 +105,8 @@ def _get_or_create_logger() -> logging.Logger:
     return logger
 
 
-check_tensor = shards.check_tensor
-validate_non_overlapping_shards_metadata = shards.check_disjoint
+check_tensor = specs.check_tensor
+validate_non_overlapping_shards_metadata = specs.check_disjoint
 ShardedTensorBase = sharded.ShardedTensor
 _infer_sharding_spec_from_shards_metadata = sharded.infer_sharding_spec
 _sharded_op_impl = sharded.custom_sharded_op_impl

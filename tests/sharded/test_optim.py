@@ -19,6 +19,7 @@ from reshard.sharded import (
     ShardingSpec,
     load_with_process_group,
     named_params_with_sharded_tensor,
+    shard_tensor,
 )
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group
@@ -326,6 +327,15 @@ def scaled_losses(rank: int) -> list[float]:
 
 def test_loss_scaling_skips_a_step_on_all_ranks_alike(pool: Pool) -> None:
     assert pool.run(scaled_losses, ranks=FOUR) == [[4.0, 2.0]] * 4
+
+
+def test_one_process_scales_losses_without_a_group() -> None:
+    one = nn.Parameter(shard_tensor(numbered(8, 2), chunk(0, [0])))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD([one], lr=0.5)
+    scaler.scale(one.local_tensor().sum()).backward()
+    scaler.step(optimizer)
+    assert torch.equal(one.full_tensor(), numbered(8, 2) - 0.5)
 
 
 def copied_optimizers(rank: int) -> None:

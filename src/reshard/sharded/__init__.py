@@ -13,13 +13,11 @@ optim      ShardedOptimizer
 tensor     the class ShardedTensor
 ops/       operations of torch on sharded tensors
 files/     sharded tensors in files and state dicts
-autograd   moves and conversions that autograd follows
-move       contents moved to other layouts
+move       contents moved to other layouts, and conversions that autograd follows
 create     contents from specs, and from shards that the ranks already have
 splits     specs that split a tensor into parts, and the spec that lists shards
-specs      ShardingSpec, the base class of specs, and the spec of a layout
 content    the layout of a sharded tensor and the parts of this rank
-metadata   one shard, its metadata, the properties of all shards, and checks of lists of shards
+specs      shards and their metadata; ShardingSpec, the base class of specs; the spec of a layout
 groups     process groups, RPC workers and references
 """
 
@@ -48,7 +46,6 @@ from reshard.sharded.api import (
 from reshard.sharded.files.pickles import load_files, rebuild_sharded_tensor
 from reshard.sharded.files.torch_checkpoint import pre_load_state_dict_hook, state_dict_hook
 from reshard.sharded.groups import current_process_group, load_with_process_group
-from reshard.sharded.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from reshard.sharded.ops.functions import (
     allclose,
     custom_sharded_op_impl,
@@ -60,7 +57,11 @@ from reshard.sharded.specs import (
     DevicePlacementSpec,
     LayoutShardingSpec,
     PlacementSpec,
+    Shard,
+    ShardedTensorMetadata,
     ShardingSpec,
+    ShardMetadata,
+    TensorProperties,
 )
 from reshard.sharded.splits import (
     ChunkShardingSpec,

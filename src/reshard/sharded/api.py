@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Literal, Unpack, cast, get_args, overload
+from typing import Any, Literal, Unpack, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,18 @@ from reshard.errors import ArgumentError, ArgumentTypeError
 from reshard.layout.spec import TensorSpec
 from reshard.live.inputs.bound import materialize
 from reshard.planning.plans import ONE, Plan, plan
-from reshard.sharded.autograd import from_parts
 from reshard.sharded.content import Content, ContentTensor
 from reshard.sharded.create import content_for
 from reshard.sharded.groups import Group, digest, members
-from reshard.sharded.metadata import Placement, Shard, ShardMetadata, TensorProperties
-from reshard.sharded.move import local_part, split_parts
-from reshard.sharded.specs import PlacementError, ShardingSpec
+from reshard.sharded.move import from_parts, local_part, split_parts
+from reshard.sharded.specs import (
+    Placement,
+    PlacementError,
+    Shard,
+    ShardingSpec,
+    ShardMetadata,
+    TensorProperties,
+)
 from reshard.sharded.tensor import Options, ShardedTensor, Size, filled_tensor, tensor_of
 from reshard.tensors.agreement import Agreement
 from reshard.tensors.kinds import this_rank
@@ -62,35 +67,36 @@ def _compare(
         for name, content in contents.items()
     ]
     shards = [repr(content.stated or content.layout) for content in contents.values()]
-    own = {
+    arguments = {
         "source": repr(src_rank),
         "kind": None if problem is None else type(problem).__name__,
         "problem": str(problem),
         "tensors": digest(repr(kinds)),
         "specs": digest("".join(shards)),
     }
-    found = Agreement(group, "sharding tensors").gather(own)
-    sources = ", ".join(str(one["source"]) for one in found.values())
-    _check_equal(found, "source", f"src_rank of the other ranks: they are [{sources}]")
-    if len({one["kind"] for one in found.values()}) > 1:
-        refusing = [rank for rank, one in found.items() if one["kind"] is not None]
+    by_rank = Agreement(group, "sharding tensors").gather(arguments)
+
+    def check_equal(key: str, what: str) -> None:
+        ((usual, _),) = Counter(one[key] for one in by_rank.values()).most_common(1)
+        differing = [rank for rank, one in by_rank.items() if one[key] != usual]
+        if differing:
+            raise ShardMismatchError(
+                f"what ranks {differing} were given does not match with {what}; give all ranks the "
+                "same"
+            )
+
+    sources = ", ".join(one["source"] for one in by_rank.values())
+    check_equal("source", f"src_rank of the other ranks: they are [{sources}]")
+    if len({one["kind"] for one in by_rank.values()}) > 1:
+        refusing = [rank for rank, one in by_rank.items() if one["kind"] is not None]
         raise ShardMismatchError(
-            f"ranks {refusing} of {list(found)} refused what they were given, rank {refusing[0]} "
-            f"because: {found[refusing[0]]['problem']}"
+            f"ranks {refusing} of {list(by_rank)} refused what they were given, rank {refusing[0]} "
+            f"because: {by_rank[refusing[0]]['problem']}"
         ) from problem
     if problem is None:
         what = "the names, sizes, dtypes or requires_grad of the tensors of other ranks"
-        _check_equal(found, "tensors", what)
-        _check_equal(found, "specs", "sharding_spec of the other ranks")
-
-
-def _check_equal(found: Mapping[int, Mapping[str, object]], key: str, what: str) -> None:
-    ((usual, _),) = Counter(one[key] for one in found.values()).most_common(1)
-    differing = [rank for rank, one in found.items() if one[key] != usual]
-    if differing:
-        raise ShardMismatchError(
-            f"what ranks {differing} were given does not match with {what}; give all ranks the same"
-        )
+        check_equal("tensors", what)
+        check_equal("specs", "sharding_spec of the other ranks")
 
 
 def _move(
@@ -102,13 +108,13 @@ def _move(
     """The contents with this rank's parts, in memory that is not that of the given tensors."""
     have, want, sources = {}, {}, {}
     for name, content in contents.items():
-        kind = canonical_dtype(content.dtype)
-        have[name] = TensorSpec(content.shape, kind, whole_on(owners))
-        want[name] = TensorSpec(content.shape, kind, content.layout)
+        dtype = canonical_dtype(content.dtype)
+        have[name] = TensorSpec(content.shape, dtype, whole_on(owners))
+        want[name] = TensorSpec(content.shape, dtype, content.layout)
         if this_rank() in owners:
             sources[name] = materialize(tensors[name].detach())
     if dist.is_initialized():
-        device = next(iter(contents.values())).device if contents else None
+        device = next((one.device for one in contents.values()), None)
         # If every rank takes shards of its own tensor nothing is sent, and a rank may call alone.
         check: Literal["first", "never"] = "first" if len(owners) == 1 else "never"
         local = plan(have, want).run(sources, group=group, device=device, check=check)
@@ -223,20 +229,7 @@ def shard_tensors(
     return {name: tensor_of(one, tensors[name].requires_grad) for name, one in moved.items()}
 
 
-def init_from_local_shards(
-    local_shards: Sequence[Shard],
-    *global_size: int | Sequence[int] | None,
-    process_group: Group = None,
-    init_rrefs: bool = False,
-) -> ShardedTensor:
-    """A tensor from the shards of each rank; ranks exchange their metadata.
-
-    With ``None`` as the size, or as its first number, shards follow each other along dim 0 in the
-    order of ranks.
-    """
-    return ShardedTensor._init_from_local_shards(
-        local_shards, *global_size, process_group=process_group, init_rrefs=init_rrefs
-    )
+init_from_local_shards = ShardedTensor._init_from_local_shards
 
 
 def reshard_local_shard(
@@ -249,21 +242,11 @@ def reshard_local_shard(
     """This rank's shards under another spec, and all metadata; gradients flow back."""
     content = content_for(sharding_spec, st_size, TensorProperties(local_tensor.dtype), pg)
     moved = cast(ShardedTensor, from_parts(content, local_tensor)).resharded(resharding_spec)
-    shards = moved.local_shards()
-    if len(moved._content.parts) == 1:
-        shards = [Shard(moved.local_tensor(), moved._content.shards[0].metadata)]
-    return shards, list(moved._content.shards_metadata)
+    return moved.local_shards(), list(moved._content.shards_metadata)
 
 
-def reshuffle_local_shard(
-    local_shard: torch.Tensor,
-    st_size: Sequence[int],
-    sharding_spec: ShardingSpec,
-    resharding_spec: ShardingSpec,
-    pg: dist.ProcessGroup | None = None,
-) -> tuple[list[Shard], list[ShardMetadata]]:
-    """The same for specs that split the same dim; both use the same planner."""
-    return reshard_local_shard(local_shard, st_size, sharding_spec, resharding_spec, pg)
+reshuffle_local_shard = reshard_local_shard
+"""The same: specs that split the same dim need no planner of their own."""
 
 
 def build_reshard_metadata(
@@ -292,21 +275,9 @@ def build_reshard_metadata(
     return ordered, ranks
 
 
-@overload
-def get_idx_from_placements(
-    placements: Sequence[Placement | str], current_rank: int, *, all: Literal[False] = False
-) -> int: ...
-
-
-@overload
-def get_idx_from_placements(
-    placements: Sequence[Placement | str], current_rank: int, *, all: bool
-) -> tuple[int, ...] | int: ...
-
-
 def get_idx_from_placements(
     placements: Sequence[Placement | str], current_rank: int, *, all: bool = False
-) -> tuple[int, ...] | int:
+) -> Any:
     """The index of a rank among placements: the first one, or with ``all`` a tuple of all.
 
     >>> get_idx_from_placements(["rank:3/cpu", "rank:1/cpu"], 1)

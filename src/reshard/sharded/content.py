@@ -19,9 +19,9 @@ from reshard.layout.box import row_major
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.live.inputs.bound import materialize
 from reshard.sharded.groups import Group, members
-from reshard.sharded.metadata import Shard, ShardMetadata, shards_of_layout
-from reshard.tensors.kinds import this_rank
-from reshard.tensors.local import joined, piece_view
+from reshard.sharded.specs import Shard, ShardingSpec, ShardMetadata, shards_of_layout
+from reshard.tensors.kinds import joined, this_rank
+from reshard.tensors.local import piece_view
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -91,17 +91,16 @@ class Content:
     """This rank's tensors: one per box of a layout of boxes, one for a layout in words."""
     device: torch.device
     group: Group = None
-    spec: object = None
-    """The ShardingSpec that gave the layout, if one did."""
+    spec: ShardingSpec | None = None
+    """What gave the layout, if a spec did."""
     stated: tuple[ShardMetadata, ...] | None = None
     """The metadata of all shards, in the order of the spec or of the user."""
     mesh: DeviceMesh | None = None
     """The DeviceMesh that the layout was read from, if it was."""
     stated_stride: tuple[int, ...] | None = None
-    """The strides of the whole tensor, if they are not row-major.
+    """The strides of the whole tensor, the same on all ranks, if they are not row-major.
 
-    The same on all ranks, because autograd chooses operations by them. They do not follow from the
-    parts: a part with a single row has the strides of its transpose.
+    They do not follow from the parts: a part with a single row has the strides of its transpose.
     """
 
     def __post_init__(self) -> None:
@@ -118,20 +117,17 @@ class Content:
         """The local tensor of a move: one part as it is, several flattened and concatenated."""
         return joined(self.parts)
 
-    def with_parts(self, parts: Sequence[torch.Tensor]) -> Content:
-        """The same shards with other values, perhaps of another dtype or on another device."""
-        if not parts:
-            return replace(self, parts=())
-        return self.of_kind(parts[0].dtype, parts[0].device, tuple(parts))
-
-    def of_kind(
-        self, dtype: torch.dtype, device: torch.device, parts: tuple[torch.Tensor, ...] = ()
+    def with_parts(
+        self, parts: Sequence[torch.Tensor], like: torch.Tensor | None = None
     ) -> Content:
-        """The same shards of another dtype or on another device; a rank may have none of them."""
-        stated = self.stated
+        """The same shards with other values; without any, the dtype and device are of ``like``."""
+        like = parts[0] if parts else like
+        if like is None:
+            return self.without_parts()
+        stated, device = self.stated, like.device
         if stated is not None and device != self.device:
             stated = tuple(shard.on(_device_on(shard.rank, device)) for shard in stated)
-        return replace(self, parts=parts, dtype=dtype, device=device, stated=stated)
+        return replace(self, parts=tuple(parts), dtype=like.dtype, device=device, stated=stated)
 
     def without_parts(self) -> Content:
         """The same layout without values: what autograd keeps for backward."""
@@ -143,16 +139,15 @@ class Content:
 
     def is_like(self, other: Content) -> bool:
         """Whether every rank holds the same elements of both, in the same order."""
-        if self.layout is other.layout and self.shape == other.shape:
-            return True
-        if self.shape != other.shape or members(self.group) != members(other.group):
-            return False
-        return self.layout == other.layout or _is_same(self.layout, other.layout, self.shape)
+        one, two = self.layout, other.layout
+        if one is two or self.shape != other.shape:
+            return self.shape == other.shape
+        is_same_group = members(self.group) == members(other.group)
+        return is_same_group and (one == two or _is_same(one, two, self.shape))
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         """Copies have copies of the parts, perhaps on another device; all else is shared."""
-        names = [field.name for field in fields(self) if field.name != "parts"]
-        return _rebuilt, (_Shared({name: getattr(self, name) for name in names}), self.parts)
+        return self.without_parts().with_parts, (self.parts,)
 
     @cached_property
     def shards_metadata(self) -> tuple[ShardMetadata, ...]:
@@ -165,32 +160,15 @@ class Content:
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
         """This rank's shards; views of its part if that part consists of several boxes."""
-        rank = this_rank()
-        own = [shard for shard in self.shards_metadata if shard.rank == rank]
-        if not dist.is_initialized() and len(self.parts) == len(self.shards_metadata):
-            own = list(self.shards_metadata)  # without a group, all shards may be in this process
-        tensors = self.parts
+        rank, tensors, own = this_rank(), self.parts, self.shards_metadata
+        # Without a group, all shards may be in this process.
+        if dist.is_initialized() or len(tensors) != len(own):
+            own = tuple(shard for shard in own if shard.rank == rank)
         are_shards = [tuple(one.shape) for one in tensors] == [one.shard_sizes for one in own]
         if not are_shards and not isinstance(self.layout, BoxLayout):
             pieces = self.layout.pieces(rank, self.shape) if tensors else ()
             tensors = tuple(piece_view(tensors[0], piece) for piece in pieces)
         return tuple(Shard(tensor, one) for tensor, one in zip(tensors, own, strict=True))
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Shared:
-    """The fields that a content and its copies share, such as process groups."""
-
-    fields: dict[str, Any]
-
-    def __deepcopy__(self, memo: object) -> _Shared:
-        return self
-
-
-def _rebuilt(shared: _Shared, parts: Sequence[torch.Tensor]) -> Content:
-    content = Content(parts=tuple(parts), **shared.fields)
-    moved = any(part.device != content.device for part in parts)
-    return content.with_parts(parts) if moved else content
 
 
 def part_shapes(layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
@@ -201,13 +179,11 @@ def part_shapes(layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[tupl
 
 @per_layout
 def _is_same(one: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
-    """Whether two layouts are the same on all ranks, so that no rank has to move anything.
-
-    Empty tensors are the same in any layout, and their parts may still have different shapes.
-    """
-    ranks = {*one.ranks, *other.ranks}
+    """Whether two layouts are the same on all ranks, so that no rank has to move anything."""
+    # Empty tensors are the same in any layout, and their parts may still have different shapes.
     return one.same_as(other, shape) and all(
-        part_shapes(one, rank, shape) == part_shapes(other, rank, shape) for rank in ranks
+        part_shapes(one, rank, shape) == part_shapes(other, rank, shape)
+        for rank in {*one.ranks, *other.ranks}
     )
 
 
@@ -244,16 +220,13 @@ class ContentTensor(torch.Tensor):
     _is_param: bool
     _saved_rank: int
     """The rank that saved the file it was loaded from."""
-
-    @classmethod
-    def prepare_torch(cls) -> None:
-        """Called before a tensor is made."""
+    prepare_torch: ClassVar[Callable[[], None]]
+    """Lets torch's functions on state dicts know ShardedTensors, once there is one."""
 
 
 def wrap(
     content: Content, requires_grad: bool = False, is_parameter: bool = False
 ) -> ContentTensor:
-    """The ShardedTensor of a content."""
     facade = ContentTensor.facade
     facade.prepare_torch()
     tensor: ContentTensor = torch.Tensor._make_wrapper_subclass(

@@ -15,9 +15,16 @@ from reshard.layout.layout import Layout
 from reshard.live.inputs.bound import with_index
 from reshard.sharded.content import Content
 from reshard.sharded.groups import Group, check_members, check_rpc, default_device_of
-from reshard.sharded.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
-from reshard.sharded.specs import LayoutShardingSpec, ShardingSpec
-from reshard.sharded.splits import ChunkShardingSpec, EnumerableShardingSpec, infer_sharding_spec
+from reshard.sharded.specs import (
+    LayoutShardingSpec,
+    Shard,
+    ShardedTensorMetadata,
+    ShardingSpec,
+    ShardMetadata,
+    TensorProperties,
+    check_tensor,
+)
+from reshard.sharded.splits import EnumerableShardingSpec, infer_sharding_spec
 from reshard.tensors.agreement import Agreement
 from reshard.tensors.kinds import this_rank
 from reshard.text import quoted
@@ -27,11 +34,8 @@ def content_for(
     spec: ShardingSpec, shape: Sequence[int], properties: TensorProperties, group: Group
 ) -> Content:
     """The content that a spec gives this rank of a tensor, without parts."""
-    if not isinstance(spec, ShardingSpec):
-        raise ArgumentTypeError(
-            f"sharding_spec is of type {type(spec).__name__}: give a ShardingSpec, such as "
-            'ChunkShardingSpec(0, ["rank:0/cpu"])'
-        )
+    advice = 'a ShardingSpec, such as ChunkShardingSpec(0, ["rank:0/cpu"])'
+    _require(spec, ShardingSpec, "sharding_spec is", advice)
     properties.check()
     size, shards = torch.Size(shape), None
     layout = spec.layout(size)
@@ -41,9 +45,9 @@ def content_for(
         shards = tuple(spec.build_metadata(size, properties).shards_metadata)
         devices = {one.rank: one.placement.device() for one in shards if one.placement}
         # A rank without shards takes the device of the others, if that is the host.
-        found = devices.get(this_rank()) or next(iter(devices.values()), None)
-        if found is not None and (this_rank() in devices or found.type == "cpu"):
-            device = torch.device(found)
+        placed = devices.get(this_rank()) or next(iter(devices.values()), None)
+        if placed is not None and (this_rank() in devices or placed.type == "cpu"):
+            device = placed
         else:
             device = default_device_of(group)
     check_members(layout.ranks, group)
@@ -60,24 +64,23 @@ def content_of_shards(
     spec: ShardingSpec | None = None,
 ) -> Content:
     """The content of a rank that has these parts; refuses shards that are not all of a tensor."""
-    layout = EnumerableShardingSpec(shards).layout(shape)
-    known = spec or infer_sharding_spec(shards)
+    known = infer_sharding_spec(shards) if spec is None else spec
+    check_tensor(shards, shape)
+    layout = (known if spec is None else EnumerableShardingSpec(shards)).layout(shape)
     if not dist.is_initialized() and len(parts) == len(shards):
         layout = Layout.from_boxes(shape, {this_rank(): [shard.box for shard in shards]})
-    elif spec is None and isinstance(known, ChunkShardingSpec):
-        layout = known.layout(shape)
     check_members(layout.ranks, group)
     device = parts[0].device if parts else default_device_of(group)
     return Content(layout, tuple(shape), dtype, tuple(parts), device, group, known, shards)
 
 
-def size_of(given: Sequence[int | Sequence[int]]) -> torch.Size:
+def size_of(size: Sequence[int | Sequence[int]]) -> torch.Size:
     """A size given as numbers, or as one list of them.
 
     >>> size_of((3, 4)) == size_of(([3, 4],)) == torch.Size([3, 4])
     True
     """
-    listed = given[0] if len(given) == 1 and isinstance(given[0], Iterable) else given
+    listed = size[0] if len(size) == 1 and isinstance(size[0], Iterable) else size
     try:
         numbers = [index(number) for number in listed]  # type: ignore[arg-type]
     except TypeError:
@@ -89,8 +92,6 @@ def size_of(given: Sequence[int | Sequence[int]]) -> torch.Size:
     return torch.Size(numbers)
 
 
-Description = dict[str, Any]
-"""The shards of a rank as JSON: their metadata, and what is common to all, with the size."""
 KIND = ("dtype", "requires_grad", "pin_memory", "ndim")
 """The properties that the shards of all ranks must have in common."""
 
@@ -121,12 +122,11 @@ def from_local_shards(
 
 def _describe(
     local_shards: Sequence[Shard], global_size: Sequence[Any], init_rrefs: bool
-) -> Description:
+) -> dict[str, Any]:
+    """The shards of this rank as JSON, with what they have in common and the size."""
     if init_rrefs:
         check_rpc()
-    if not isinstance(local_shards, Sequence):
-        found = type(local_shards).__name__
-        raise ArgumentTypeError(f"local_shards is of type {found}: give a list")
+    _require(local_shards, Sequence, "local_shards is", "a list")
     unknown = bool(global_size) and global_size[0] is None
     size = None if unknown else list(size_of(global_size))
     rows = [_row(shard) for shard in local_shards]
@@ -143,14 +143,14 @@ def _describe(
     return {"shards": rows, "common": {**common, "global_size": size}}
 
 
-def _check_shard(shard: object) -> None:
-    if not isinstance(shard, Shard):
-        raise ArgumentTypeError(f"a local shard is of type {type(shard).__name__}: give Shards")
+def _require(value: object, kind: type, what: str, advice: str) -> None:
+    if not isinstance(value, kind):
+        raise ArgumentTypeError(f"{what} of type {type(value).__name__}: give {advice}")
 
 
 def _row(shard: Shard) -> list[list[int] | str | None]:
     """The metadata of a shard as JSON; without a placement, the shard belongs to this rank."""
-    _check_shard(shard)
+    _require(shard, Shard, "a local shard is", "Shards")
     metadata, tensor, rank = shard.metadata, shard.tensor, this_rank()
     if metadata.placement is not None and metadata.rank != rank:
         raise ArgumentError(
@@ -159,17 +159,16 @@ def _row(shard: Shard) -> list[list[int] | str | None]:
         )
     TensorProperties(tensor.dtype, tensor.layout).check()
     offsets, sizes, place = metadata.to_row()
-    return [offsets, sizes, f"rank:{rank}/{tensor.device}" if place is None else place]
+    return [offsets, sizes, place or f"rank:{rank}/{tensor.device}"]
 
 
-def _common_kind(described: Mapping[int, Description]) -> dict[str, Any]:
+def _common_kind(described: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
     """The kind and the size that all ranks have; the error names two ranks that differ."""
-    holders = [rank for rank, one in described.items() if one["shards"]]
-    if not holders:
+    first = next((rank for rank, one in described.items() if one["shards"]), None)
+    if first is None:
         raise ArgumentError(
             "have no local shards on all ranks: give at least one shard on one rank"
         )
-    first = holders[0]
     common: dict[str, Any] = described[first]["common"]
     for rank, other in described.items():
         for name, two in other["common"].items():
@@ -201,9 +200,7 @@ def from_local_tensor(
     group: Group,
 ) -> Content:
     """The content with the one shard that a spec gives each rank; nothing is communicated."""
-    if not isinstance(local_tensor, torch.Tensor):
-        found = type(local_tensor).__name__
-        raise ArgumentTypeError(f"local_tensor is of type {found}: give a tensor")
+    _require(local_tensor, torch.Tensor, "local_tensor is", "a tensor")
     size, properties = size_of(global_size), TensorProperties.create_from_tensor(local_tensor)
     properties.check()
     if not local_tensor.is_contiguous():
@@ -244,14 +241,13 @@ def from_metadata(
     for shard, one in zip(local_shards, own, strict=True):
         _check_against(shard, one, properties)
     parts = [shard.tensor.detach() for shard in local_shards]
-    return content_of_shards(
-        tuple(shards), metadata.size, properties.dtype, parts, group, sharding_spec
-    )
+    size, dtype = metadata.size, properties.dtype
+    return content_of_shards(tuple(shards), size, dtype, parts, group, sharding_spec)
 
 
 def _check_against(shard: Shard, stated: ShardMetadata, common: TensorProperties) -> None:
     """Refuse a local shard that differs from its entry in the metadata."""
-    _check_shard(shard)
+    _require(shard, Shard, "a local shard is", "Shards")
     if shard.metadata != stated:
         raise ArgumentError(
             f"local shard metadata {shard.metadata} does not match with {stated} of "

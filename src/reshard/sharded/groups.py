@@ -58,19 +58,18 @@ def check_rpc() -> None:
             "init_rrefs=True: call it, or leave init_rrefs out and reach shards of other ranks by "
             "reshard() or gather()"
         )
-    number = rpc.get_worker_info().id
-    if number != this_rank():
+    rpc_rank = rpc.get_worker_info().id
+    if rpc_rank != this_rank():
         raise ArgumentError(
             "Default ProcessGroup and RPC ranks must be the same for ShardedTensor, found process "
-            f"group rank {this_rank()} and RPC rank {number}: give init_rpc the same rank"
+            f"group rank {this_rank()} and RPC rank {rpc_rank}: give init_rpc the same rank"
         )
 
 
 def exchange_rrefs(shards: Sequence[object]) -> dict[int, list[Any]]:
     """References to the shards of all other ranks, by rank; every RPC worker calls this."""
     check_rpc()
-    own = [rpc.RRef(shard) for shard in shards]
-    by_name = rpc.api._all_gather(own)
+    by_name = rpc.api._all_gather([rpc.RRef(shard) for shard in shards])
     by_rank = {rpc.get_worker_info(name).id: refs for name, refs in by_name.items() if refs}
     by_rank.pop(this_rank(), None)
     return by_rank
@@ -126,8 +125,8 @@ def load_with_process_group(process_group: dist.ProcessGroup) -> Iterator[dist.P
         model.load_state_dict(torch.load("model.pt"))
     """
     if not isinstance(process_group, dist.ProcessGroup) and not is_outside(process_group):
-        found = type(process_group).__name__
-        raise ArgumentTypeError(f"load_with_process_group takes a ProcessGroup, found {found}")
+        kind = type(process_group).__name__
+        raise ArgumentTypeError(f"load_with_process_group takes a ProcessGroup, found {kind}")
     if _group.get() is not None:
         raise StateError(
             "the process group for loading is already set by a load_with_process_group around "

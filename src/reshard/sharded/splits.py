@@ -8,11 +8,14 @@ Chunks are those of ``torch.chunk``: all as long as the first, the last ones sho
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, product
 from math import prod
+from typing import Self
 
 import numpy as np
 import torch
@@ -20,21 +23,20 @@ import torch
 from reshard.errors import ArgumentError
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
-from reshard.sharded.metadata import (
-    Placement,
-    ShardedTensorMetadata,
-    ShardMetadata,
-    TensorProperties,
-    check_disjoint,
-    check_tensor,
-)
 from reshard.sharded.specs import (
     AnyPlacement,
+    Placement,
+    ShardedTensorMetadata,
     ShardingSpec,
+    ShardMetadata,
+    TensorProperties,
     check_dim,
+    check_disjoint,
     check_placements,
+    check_tensor,
     dim_of,
     layout_of_shards,
+    rank_of,
 )
 from reshard.text import quoted
 
@@ -47,16 +49,15 @@ def _words_layout(splits: tuple[Split, ...], ranks: tuple[int, ...]) -> Layout:
     """The layout of cells on these ranks: dim ``i`` is split by the mesh axis ``d<i>``."""
     axes, words = {}, []
     for dim, split in enumerate(splits):
-        if _count(split) == 1:
-            words.append("-")
-            continue
-        axes[f"d{dim}"] = _count(split)
+        num_parts = _num_parts(split)
+        if num_parts > 1:
+            axes[f"d{dim}"] = num_parts
         sizes = "" if isinstance(split, int) else f"[{','.join(map(str, split))}]"
-        words.append(f"d{dim}{sizes}")
+        words.append(f"d{dim}{sizes}" if num_parts > 1 else "-")
     return Layout(Mesh(ranks=ranks, **(axes or {"d": 1})), " ".join(words) or "...")
 
 
-def _count(split: Split) -> int:
+def _num_parts(split: Split) -> int:
     return split if isinstance(split, int) else len(split)
 
 
@@ -69,44 +70,80 @@ def _ends(split: Split, length: int) -> list[int]:
 
 
 class SplitSpec(ShardingSpec):
-    """Base class of specs that split dims into a grid: one cell per placement, last dim fastest.
-
-    Metadata and layout follow from how each dim is split.
-    """
+    """Base class of specs that split dims into a grid: one cell per placement, last dim fastest."""
 
     placements: tuple[Placement, ...]
 
+    @abstractmethod
     def splits_of(self, shape: Sequence[int]) -> tuple[Split, ...]:
-        """How each dim of a tensor of this shape is split; raises if that does not fit it."""
-        raise NotImplementedError
+        """How each dim of a tensor of this shape is split."""
 
     def build_metadata(
         self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
     ) -> ShardedTensorMetadata:
         """The metadata of all shards, in the order of the placements."""
         size = torch.Size(tensor_sizes)
-        splits = zip(self.splits_of(size), size, strict=True)
+        splits = zip(self._checked_splits(size), size, strict=True)
         ends = [_ends(split, length) for split, length in splits]
-        starts, stops = product(*(one[:-1] for one in ends)), product(*(one[1:] for one in ends))
-        shards = tuple(
-            ShardMetadata(start, [b - a for a, b in zip(start, stop, strict=True)], placement)
-            for start, stop, placement in zip(starts, stops, self.placements, strict=True)
-        )
+        starts = product(*(one[:-1] for one in ends))
+        sizes = product(*(np.diff(one).tolist() for one in ends))
+        shards = tuple(map(ShardMetadata, starts, sizes, self.placements))
         return ShardedTensorMetadata(shards, size, tensor_properties)
 
     def layout(self, shape: Sequence[int]) -> Layout:
         """Words on a mesh of the placements' ranks; boxes if a rank has several shards."""
-        splits = self.splits_of(shape)
-        placed = (ShardMetadata((), (), placement).rank for placement in self.placements)
-        ranks = tuple(rank for rank in placed if rank is not None)
-        if len(set(ranks)) == len(self.placements):
+        splits = self._checked_splits(shape)
+        ranks = tuple(rank_of(placement) for placement in self.placements)
+        if None not in ranks and len(set(ranks)) == len(ranks):
             return _words_layout(splits, ranks)
         metadata = self.build_metadata(torch.Size(shape), TensorProperties())
         return layout_of_shards(shape, metadata.shards_metadata)
 
+    def _checked_splits(self, shape: Sequence[int]) -> tuple[Split, ...]:
+        splits = self.splits_of(shape)
+        for dim, split in enumerate(splits):
+            if not isinstance(split, int) and sum(split) != shape[dim]:
+                raise ArgumentError(
+                    f"the parts of dim {dim} have {sum(split)} indices and tensor size "
+                    f"{list(shape)} has {shape[dim]} there: give sizes that add up to it, found "
+                    f"{quoted(list(split))}"
+                )
+        return splits
 
-@dataclass(unsafe_hash=True)
-class ChunkShardingSpec(SplitSpec):
+    def __repr__(self) -> str:
+        fields = ", ".join(repr(_as_lists(value)) for value in vars(self).values())
+        return f"{type(self).__name__}({fields})"
+
+
+def _as_lists(value: object) -> object:
+    if isinstance(value, tuple):
+        return [_as_lists(one) for one in value]
+    return str(value) if isinstance(value, Placement) else value
+
+
+class DimSplitSpec(SplitSpec):
+    """Base class of specs that split one dim; a negative one counts from the back."""
+
+    dim: int
+
+    def normalized(self, ndim: int) -> Self:
+        """The same spec for tensors with ``ndim`` dims, with the dim counted from the front.
+
+        >>> ChunkShardingSpec(-1, ["rank:0/cpu"]).normalized(3)
+        ChunkShardingSpec(2, ['rank:0/cpu'])
+        """
+        dim = dim_of(self.dim, ndim)
+        spec = self if dim == self.dim else copy(self)
+        object.__setattr__(spec, "dim", dim)
+        return spec
+
+    def _split_dim(self, split: Split, shape: Sequence[int]) -> tuple[Split, ...]:
+        at = dim_of(self.dim, len(shape))
+        return tuple(split if dim == at else 1 for dim in range(len(shape)))
+
+
+@dataclass(unsafe_hash=True, repr=False)
+class ChunkShardingSpec(DimSplitSpec):
     """One dim split into as many chunks as there are placements, in their order.
 
     The placements may name some ranks only, in any order, and a rank several times. A negative dim
@@ -135,30 +172,16 @@ class ChunkShardingSpec(SplitSpec):
             value = check_placements(value)  # type: ignore[arg-type]
         object.__setattr__(self, name, value)
 
-    def normalized(self, ndim: int) -> ChunkShardingSpec:
-        """The same spec for tensors with ``ndim`` dims, with the dim counted from the front.
-
-        >>> ChunkShardingSpec(-1, ["rank:0/cpu"]).normalized(3)
-        ChunkShardingSpec(2, ['rank:0/cpu'])
-        """
-        dim = dim_of(self.dim, ndim)
-        return self if dim == self.dim else ChunkShardingSpec(dim, self.placements)
-
     def splits_of(self, shape: Sequence[int]) -> tuple[Split, ...]:
-        return _split_one(self.dim, len(self.placements), shape)
-
-    def __repr__(self) -> str:
-        return f"ChunkShardingSpec({self.dim}, {list(map(str, self.placements))})"
+        return self._split_dim(len(self.placements), shape)
 
 
-@dataclass(frozen=True)
-class RaggedShardingSpec(SplitSpec):
+@dataclass(frozen=True, repr=False)
+class RaggedShardingSpec(DimSplitSpec):
     """One dim split into consecutive parts of given sizes, one for each placement.
 
-    >>> spec = RaggedShardingSpec(0, [4, 0, 1], ["rank:0/cpu", "rank:1/cpu", "rank:2/cpu"])
-    >>> metadata = spec.build_metadata(torch.Size([5, 8]), TensorProperties())
-    >>> [f"{shard.box} on {shard.rank}" for shard in metadata.shards_metadata]
-    ['[0:4, 0:8] on 0', '[4:4, 0:8] on 1', '[4:5, 0:8] on 2']
+    >>> RaggedShardingSpec(0, [4, 1], ["rank:0/cpu", "rank:1/cpu"]).layout((5, 8))
+    Layout(Mesh(d0=2), 'd0[4,1] -')
     """
 
     dim: int
@@ -166,40 +189,27 @@ class RaggedShardingSpec(SplitSpec):
     placements: tuple[Placement, ...]
 
     def __init__(self, dim: int, sizes: Iterable[int], placements: Iterable[AnyPlacement]) -> None:
-        lengths, where = tuple(sizes), check_placements(placements)
-        object.__setattr__(self, "dim", check_dim(dim))
-        object.__setattr__(self, "sizes", _check_split(lengths, self.dim))
-        object.__setattr__(self, "placements", where)
-        if len(lengths) != len(where):
+        lengths, where = _check_split(tuple(sizes), dim), check_placements(placements)
+        vars(self).update(dim=check_dim(dim), sizes=lengths, placements=where)
+        if len(self.sizes) != len(where):
             raise ArgumentError(
-                f"there are {len(lengths)} sizes of parts and {len(where)} placements: "
+                f"there are {len(self.sizes)} sizes of parts and {len(where)} placements: "
                 "give one size per placement"
             )
 
-    def normalized(self, ndim: int) -> RaggedShardingSpec:
-        """The same spec for tensors with ``ndim`` dims, with the dim counted from the front."""
-        dim = dim_of(self.dim, ndim)
-        return self if dim == self.dim else RaggedShardingSpec(dim, self.sizes, self.placements)
-
     def splits_of(self, shape: Sequence[int]) -> tuple[Split, ...]:
-        return _split_one(self.dim, self.sizes, shape)
-
-    def __repr__(self) -> str:
-        placements = list(map(str, self.placements))
-        return f"RaggedShardingSpec({self.dim}, {list(self.sizes)}, {placements})"
+        return self._split_dim(self.sizes, shape)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GridShardingSpec(SplitSpec):
     """Each dim split into parts; the cells, last dim fastest, go to the placements in order.
 
     A dim is split into a number of chunks as ``torch.chunk`` makes them, or into parts of given
     sizes; a dim of 1 chunk stays whole.
 
-    >>> spec = GridShardingSpec([2, [1, 3]], [f"rank:{rank}/cpu" for rank in range(4)])
-    >>> metadata = spec.build_metadata(torch.Size([6, 4]), TensorProperties())
-    >>> [f"{shard.box} on {shard.rank}" for shard in metadata.shards_metadata]
-    ['[0:3, 0:1] on 0', '[0:3, 1:4] on 1', '[3:6, 0:1] on 2', '[3:6, 1:4] on 3']
+    >>> GridShardingSpec([2, [1, 3]], [f"rank:{rank}/cpu" for rank in range(4)]).layout((6, 4))
+    Layout(Mesh(d0=2, d1=2), 'd0 d1[1,3]')
     """
 
     splits: tuple[Split, ...]
@@ -209,13 +219,13 @@ class GridShardingSpec(SplitSpec):
         self, splits: Iterable[int | Sequence[int]], placements: Iterable[AnyPlacement]
     ) -> None:
         checked = tuple(_check_split(split, dim) for dim, split in enumerate(splits))
-        object.__setattr__(self, "splits", checked)
-        object.__setattr__(self, "placements", check_placements(placements))
-        counts, given = [_count(split) for split in checked], len(self.placements)
-        if prod(counts) != given:
+        vars(self).update(splits=checked, placements=check_placements(placements))
+        counts = [_num_parts(split) for split in checked]
+        if prod(counts) != len(self.placements):
             raise ArgumentError(
                 f"a grid of {' x '.join(map(str, counts)) or 1} has {prod(counts)} cells and there "
-                f"are {given} placements: give one placement per cell, last dim fastest"
+                f"are {len(self.placements)} placements: give one placement per cell, last dim "
+                "fastest"
             )
 
     def splits_of(self, shape: Sequence[int]) -> tuple[Split, ...]:
@@ -224,19 +234,7 @@ class GridShardingSpec(SplitSpec):
                 f"the grid cuts {len(self.splits)} dims and tensor size {list(shape)} has "
                 f"{len(shape)}: give one split per dim, 1 for a dim that stays whole"
             )
-        for dim, split in enumerate(self.splits):
-            _check_sum(split, dim, shape)
         return self.splits
-
-    def __repr__(self) -> str:
-        splits = [split if isinstance(split, int) else list(split) for split in self.splits]
-        return f"GridShardingSpec({splits}, {list(map(str, self.placements))})"
-
-
-def _split_one(dim: int, split: Split, shape: Sequence[int]) -> tuple[Split, ...]:
-    at = dim_of(dim, len(shape))
-    _check_sum(split, at, shape)
-    return tuple(split if one == at else 1 for one in range(len(shape)))
 
 
 def _check_split(split: int | Sequence[int], dim: int) -> Split:
@@ -251,16 +249,6 @@ def _check_split(split: int | Sequence[int], dim: int) -> Split:
             f"the sizes of the parts of dim {dim} are {quoted(sizes)}: give whole numbers >= 0"
         )
     return tuple(map(int, sizes))
-
-
-def _check_sum(split: Split, dim: int, tensor_size: Sequence[int]) -> None:
-    """Refuse sizes of parts that do not add up to the size of the dim."""
-    if not isinstance(split, int) and sum(split) != tensor_size[dim]:
-        raise ArgumentError(
-            f"the parts of dim {dim} have {sum(split)} indices and tensor size "
-            f"{list(tensor_size)} has {tensor_size[dim]} there: give sizes that add up to it, "
-            f"found {quoted(list(split))}"
-        )
 
 
 def get_split_size(dim_size: int, chunks: int) -> int:
@@ -284,21 +272,19 @@ def get_chunked_dim_size(dim_size: int, split_size: int, idx: int) -> int:
 def get_chunk_sharding_params(
     sharding_dim_size: int, world_size: int, spec: ChunkShardingSpec, rank: int
 ) -> tuple[int, int]:
-    """The start and the length of the chunk of a rank.
-
-    There are as many chunks as the spec has placements, which may be fewer than ``world_size``.
+    """The start and the length of the chunk of a rank, one of as many as there are placements.
 
     >>> get_chunk_sharding_params(10, 2, ChunkShardingSpec(0, ["rank:1/cpu", "rank:0/cpu"]), 0)
     (5, 5)
     """
-    held = [at for at, placement in enumerate(spec.placements) if placement.rank() == rank]
-    if len(held) != 1:
+    chunks = [at for at, placement in enumerate(spec.placements) if placement.rank() == rank]
+    if len(chunks) != 1:
         placements = quoted(", ".join(map(str, spec.placements)))
         raise ArgumentError(
-            f"rank {rank} of {world_size} holds {len(held)} chunks under placements {placements} "
+            f"rank {rank} of {world_size} holds {len(chunks)} chunks under placements {placements} "
             "and not 1: ask a rank that holds 1, or read all chunks from spec.build_metadata"
         )
-    start, stop = _ends(len(spec.placements), sharding_dim_size)[held[0] :][:2]
+    start, stop = _ends(len(spec.placements), sharding_dim_size)[chunks[0] :][:2]
     return start, stop - start
 
 
@@ -308,15 +294,14 @@ class EnumerableShardingSpec(ShardingSpec):
 
     >>> top = ShardMetadata([0, 0], [2, 4], "rank:0/cpu")
     >>> rest = ShardMetadata([2, 0], [3, 4], "rank:1/cpu")
-    >>> metadata = EnumerableShardingSpec([top, rest]).build_metadata((5, 4), TensorProperties())
-    >>> [f"{shard.box} on {shard.rank}" for shard in metadata.shards_metadata]
-    ['[0:2, 0:4] on 0', '[2:5, 0:4] on 1']
+    >>> EnumerableShardingSpec([top, rest]).layout((5, 4)).boxes
+    {0: (Box((0, 0), (2, 4)),), 1: (Box((2, 0), (5, 4)),)}
     """
 
     shards: tuple[ShardMetadata, ...]
 
     def __init__(self, shards: Iterable[ShardMetadata]) -> None:
-        object.__setattr__(self, "shards", tuple(shards))
+        vars(self).update(shards=tuple(shards))
         if not self.shards:
             raise ArgumentError("Empty shard list provided: give at least 1 shard")
         check_disjoint(self.shards)
@@ -343,8 +328,7 @@ class EnumerableShardingSpec(ShardingSpec):
 def infer_sharding_spec(shards_metadata: Sequence[ShardMetadata]) -> ShardingSpec:
     """The chunk spec with exactly these shards, or the spec that lists them.
 
-    The shards may come in any order: the placements of the chunk spec follow the offsets. If chunks
-    of several dims are the same shards, the spec has the first such dim.
+    The shards may come in any order; if chunks of several dims are these shards, the first counts.
 
     >>> shards = [ShardMetadata([2], [2], "rank:0/cpu"), ShardMetadata([0], [2], "rank:1/cpu")]
     >>> infer_sharding_spec(shards)
@@ -368,15 +352,10 @@ def _chunks_along(dim: int, shards: Sequence[ShardMetadata]) -> ChunkShardingSpe
     stops = stops or [shard.box.stop for shard in shards]
     size = torch.Size(map(max, zip(*stops, strict=True)))
     spec = ChunkShardingSpec(dim, placements)
+    # torch lets empty chunks begin beyond the end of the dim.
+    clamped = tuple(
+        ShardMetadata(map(min, one.shard_offsets, size), one.shard_sizes, one.placement)
+        for one in rising
+    )
     chunks = spec.build_metadata(size, TensorProperties()).shards_metadata
-    pairs = zip(chunks, rising, strict=True)
-    return spec if all(one == _clamped(other, dim, size[dim]) for one, other in pairs) else None
-
-
-def _clamped(shard: ShardMetadata, dim: int, length: int) -> ShardMetadata:
-    """The shard with offsets as ours: torch lets empty chunks begin beyond the end of the dim."""
-    if not shard.is_empty or shard.shard_offsets[dim] <= length:
-        return shard
-    offsets = list(shard.shard_offsets)
-    offsets[dim] = length
-    return ShardMetadata(offsets, shard.shard_sizes, shard.placement)
+    return spec if chunks == clamped else None

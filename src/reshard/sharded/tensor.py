@@ -14,31 +14,33 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypedDict, Unpack, cast
+from functools import cache
+from typing import Any, NoReturn, Self, TypedDict, Unpack, cast
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from reshard.errors import OperationError, StateError
 from reshard.layout.layout import Layout
-from reshard.sharded import autograd, create
+from reshard.sharded import create, move
 from reshard.sharded.content import Content, ContentTensor, part_shapes, wrap
 from reshard.sharded.files.pickles import reduce
 from reshard.sharded.files.torch_checkpoint import CheckpointTensor, install
 from reshard.sharded.groups import Group, exchange_rrefs
-from reshard.sharded.metadata import Shard, ShardedTensorMetadata, TensorProperties
-from reshard.sharded.move import check_in_place, gather_to, move_like, reshard_target
+from reshard.sharded.ops import dtensor
 from reshard.sharded.ops.dispatch import dispatch
-from reshard.sharded.ops.dtensor import Args, Kwargs, Op, from_dtensor, to_dtensor
+from reshard.sharded.ops.dtensor import Args, Kwargs, Op
 from reshard.sharded.ops.functions import call
-from reshard.sharded.specs import LayoutShardingSpec, ShardingSpec
+from reshard.sharded.specs import (
+    LayoutShardingSpec,
+    Shard,
+    ShardedTensorMetadata,
+    ShardingSpec,
+    TensorProperties,
+)
 from reshard.tensors.kinds import this_rank
 
 Size = int | Sequence[int]
-Fill = Callable[..., torch.Tensor]
-"""A factory of torch such as ``torch.zeros``."""
 
 
 class Options(TypedDict, total=False):
@@ -61,7 +63,7 @@ class ShardedTensor(CheckpointTensor):
     """One tensor of which every rank holds some shards."""
 
     _remote: dict[int, list[Any]] | None = None
-    """RPC references to the shards of other ranks, if they were asked for."""
+    """RPC references to the shards of other ranks, with ``init_rrefs``."""
 
     def __new__(
         cls, sharding_spec: ShardingSpec, *size: Size, **options: Unpack[Options]
@@ -82,8 +84,7 @@ class ShardedTensor(CheckpointTensor):
 
         Autograd's check of saved tensors does not see writes into that memory.
         """
-        shards = enumerate(self._content.shards)
-        return [autograd.OwnedShard(self, number, shard) for number, shard in shards]
+        return [move.OwnedShard(self, at) for at in range(len(self._content.shards))]
 
     def local_tensor(self) -> torch.Tensor:
         """The tensor of this rank's only shard; gradients flow back."""
@@ -92,9 +93,9 @@ class ShardedTensor(CheckpointTensor):
                 f"Only single local shard is supported, and this rank has "
                 f"{len(self._content.shards)}: use local_shards()"
             )
-        return autograd.to_local(self)
+        return move.to_local(self)
 
-    _for_move = autograd.to_move_input
+    _for_move = move.to_move_input
     """This rank's local tensor for ``rs.move``; if it has none, a leaf for gradients."""
 
     def metadata(self) -> ShardedTensorMetadata:
@@ -106,7 +107,7 @@ class ShardedTensor(CheckpointTensor):
     def sharding_spec(self) -> ShardingSpec:
         """The spec it was made by, or one with its layout."""
         spec = self._content.spec
-        return spec if isinstance(spec, ShardingSpec) else LayoutShardingSpec(self.cut)
+        return LayoutShardingSpec(self.cut) if spec is None else spec
 
     @property
     def _metadata(self) -> ShardedTensorMetadata:
@@ -115,9 +116,6 @@ class ShardedTensor(CheckpointTensor):
         object.__setattr__(metadata, "shards_metadata", list(metadata.shards_metadata))
         return metadata
 
-    def _set_spec(self, spec: ShardingSpec) -> None:
-        self._content = replace(self._content, spec=spec)
-
     @property
     def process_group(self) -> Group:
         """The group of the ranks that hold shards; None is the default one."""
@@ -125,58 +123,36 @@ class ShardedTensor(CheckpointTensor):
 
     _process_group = process_group
     _local_shards = property(local_shards)
-    _sharding_spec = property(sharding_spec, _set_spec)
+    _sharding_spec = property(sharding_spec)
 
     def resharded(self, resharding_spec: ShardingSpec) -> ShardedTensor:
         """The same values in the layout of another spec; the tensor itself if nothing changes."""
-        target = reshard_target(self._content, resharding_spec)
+        target = move.reshard_target(self._content, resharding_spec)
         if target is None:
             return self
         if self.requires_grad and torch.is_grad_enabled():
-            return cast(ShardedTensor, autograd.to_layout(self, target))
-        return tensor_of(move_like(self._content, target))
+            return cast(ShardedTensor, move.to_layout(self, target))
+        return tensor_of(move.move_like(self._content, target))
 
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
         """Move this tensor itself to the layout of another spec, as torch does, and return it.
 
         Autograd follows. A leaf that collects gradients is refused: ``resharded`` gives a new one.
         """
-        target = reshard_target(self._content, resharding_spec)
-        if target is None:
-            return self
-        check_in_place(self._content, target, self.requires_grad and self.is_leaf)
-        if self.requires_grad and torch.is_grad_enabled():
-            autograd.to_layout_in_place(self, target)
-        else:
-            self._content = move_like(self._content, target)
+        target = move.reshard_target(self._content, resharding_spec)
+        if target is not None:
+            move.to_layout_in_place(self, target)
         return self
 
-    def full_tensor(self) -> torch.Tensor:
-        """The whole tensor, on every rank of the group; gradients flow back."""
-        return autograd.to_whole(self)
+    full_tensor = move.to_whole
 
-    def gather(  # type: ignore[override]
-        self,
-        dst: int = 0,
-        out: torch.Tensor | None = None,
-        enforce_dtype: bool = False,
-        dtype: torch.dtype | None = None,
-    ) -> torch.Tensor | None:
-        """The whole tensor on rank ``dst`` of the group, in ``out`` if given; None on the others.
-
-        Values keep their dtype, unless ``dtype`` or that of ``out`` is another one;
-        ``enforce_dtype`` has no effect.
-        """
-        return gather_to(self._content, dst, out, dtype)
-
-    def to_dtensor(self, device_mesh: DeviceMesh | None = None) -> DTensor:
-        """The same memory as a DTensor, if placements can express the layout."""
-        return to_dtensor(self, device_mesh)
+    gather = move.gather  # type: ignore[assignment]
+    to_dtensor = dtensor.to_dtensor
 
     @staticmethod
     def from_dtensor(tensor: DTensor, process_group: Group = None) -> ShardedTensor:
         """The ShardedTensor with the memory of a DTensor."""
-        return cast(ShardedTensor, from_dtensor(tensor, process_group))
+        return cast(ShardedTensor, dtensor.from_dtensor(tensor, process_group))
 
     @classmethod
     def _init_from_local_shards(
@@ -187,10 +163,8 @@ class ShardedTensor(CheckpointTensor):
         init_rrefs: bool = False,
     ) -> ShardedTensor:
         """A tensor from the shards of each rank; ranks exchange their metadata."""
-        content, requires_grad = create.from_local_shards(
-            local_shards, global_size, process_group, init_rrefs
-        )
-        return tensor_of(content, requires_grad, init_rrefs)
+        created = create.from_local_shards(local_shards, global_size, process_group, init_rrefs)
+        return tensor_of(*created, init_rrefs)
 
     @classmethod
     def _init_from_local_tensor(
@@ -247,11 +221,10 @@ class ShardedTensor(CheckpointTensor):
 
     def _of_group(self, tensor: torch.Tensor, group: Group) -> ShardedTensor:
         sharded = cast(ShardedTensor, tensor)
-        if group is None or group is sharded._content.group:
-            return sharded
-        moved = cast(ShardedTensor, sharded.detach()) if sharded is self else sharded
-        moved._content = replace(moved._content, group=group)
-        return moved
+        if group is not None and group is not sharded._content.group:
+            sharded = cast(ShardedTensor, sharded.detach()) if sharded is self else sharded
+            sharded._content = replace(sharded._content, group=group)
+        return sharded
 
     def is_pinned(self) -> bool:  # type: ignore[override]
         """Whether all of this rank's parts are in pinned memory."""
@@ -272,51 +245,38 @@ class ShardedTensor(CheckpointTensor):
         collects = requires_grad and not self.requires_grad and self.is_leaf
         super().requires_grad_(requires_grad)
         if collects:
-            if self._hook is not None:
-                self._hook.remove()
-            self._hook = cast(Any, self).register_hook(autograd.gradient_hook(self._content))
+            move.lay_out_gradients(self)
         return self
 
     def tolist(self) -> Any:
         """All values, on every rank."""
         return self.full_tensor().tolist()
 
-    def numpy(self, *, force: bool = False) -> NoReturn:
+    def numpy(self, *_: object, **__: object) -> NoReturn:
         """Refused: an array is memory of this rank, and other ranks hold the rest."""
         raise OperationError(
             f"numpy() of a ShardedTensor {list(self.shape)}, of which this rank has a part: take "
             "full_tensor().numpy() or local_tensor().numpy()"
         )
 
-    def __array__(self, dtype: object = None, copy: bool | None = None) -> NoReturn:
-        self.numpy()
+    __array__ = numpy
 
     # What Python and torch call to copy, save and compute with the tensor.
-
-    @classmethod
-    @cache
-    def prepare_torch(cls) -> None:
-        """Let torch's functions on state dicts know ShardedTensors, once there is one."""
-        install()
 
     def __copy__(self) -> Self:
         # A content of its own: an operation finds the tensor of a content by its identity.
         return self._with_content(replace(self._content))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        if id(self) in memo:
-            return cast(Self, memo[id(self)])
-        with torch.no_grad():
-            clone = cast(Self, self.detach().clone())
-        twin = self._with_content(clone._content)
-        if self.grad is not None:
+        if id(self) not in memo:
+            with torch.no_grad():
+                clone = cast(Self, self.detach().clone())
+            memo[id(self)] = twin = self._with_content(clone._content)
             twin.grad = copy.deepcopy(self.grad, memo)
-        memo[id(self)] = twin
-        return twin
+        return cast(Self, memo[id(self)])
 
     def _with_content(self, content: Content) -> Self:
-        is_parameter = isinstance(self, torch.nn.Parameter)
-        return cast(Self, wrap(content, self.requires_grad, is_parameter))
+        return cast(Self, wrap(content, self.requires_grad, isinstance(self, torch.nn.Parameter)))
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         shape, dtype = list(self._content.shape), self._content.dtype
@@ -324,24 +284,6 @@ class ShardedTensor(CheckpointTensor):
 
     def __reduce_ex__(self, protocol: object) -> Any:
         return reduce(self)
-
-    def __tensor_flatten__(self) -> tuple[list[str], Content]:
-        names = [f"_part{number}" for number in range(len(self._content.parts))]
-        return names, self._content
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> torch.Tensor:
-            number = name.removeprefix("_part")
-            if number != name and number.isdecimal():
-                return self._content.parts[int(number)]
-            raise AttributeError(f"a ShardedTensor has no attribute {name}")
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], content: Content, size: object, stride: object
-    ) -> ContentTensor:
-        return wrap(content.with_parts(tuple(inner.values())))
 
     @classmethod
     def __torch_function__(
@@ -357,6 +299,7 @@ class ShardedTensor(CheckpointTensor):
 
 
 ContentTensor.facade = ShardedTensor
+ContentTensor.prepare_torch = cache(install)
 
 
 def tensor_of(
@@ -370,25 +313,17 @@ def tensor_of(
 
 
 def filled_tensor(
-    fill: Fill,
+    fill: Callable[..., torch.Tensor],
     spec: ShardingSpec,
     size: Sequence[Size],
-    *,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    pin_memory: bool = False,
-    memory_format: torch.memory_format = torch.contiguous_format,
     process_group: Group = None,
     init_rrefs: bool = False,
+    **options: Any,
 ) -> ShardedTensor:
-    """A tensor of which every rank fills its own shards."""
-    kind = torch.get_default_dtype() if dtype is None else dtype
-    properties = TensorProperties(kind, layout, requires_grad, memory_format, pin_memory)
-    content = create.content_for(spec, create.size_of(size), properties, process_group)
-    fill = partial(fill, dtype=kind, device=content.device)
-    if pin_memory:
-        fill = partial(fill, pin_memory=True)
+    """A tensor of which every rank fills its own shards; the options are tensor properties."""
+    common = TensorProperties(**{key: one for key, one in options.items() if one is not None})
+    content = create.content_for(spec, create.size_of(size), common, process_group)
+    pinned = {"pin_memory": True} if common.pin_memory else {}
     shapes = part_shapes(content.layout, this_rank(), content.shape)
-    content = content.with_parts([fill(shape) for shape in shapes])
-    return tensor_of(content, requires_grad, init_rrefs)
+    parts = [fill(one, dtype=common.dtype, device=content.device, **pinned) for one in shapes]
+    return tensor_of(content.with_parts(parts), common.requires_grad, init_rrefs)

@@ -196,6 +196,20 @@ def test_B52_nothing_is_loaded_before_init_process_group() -> None:
         load_files(["model.pt"])
 
 
+def names_with_dots(rank: int, folder: str) -> None:
+    one, two = values(6, 3), values(5, 2, seed=1)
+    state = {"a.b": sharded(one, chunk(0)), "a": {"b": sharded(two, chunk(1))}}
+    torch.save(state, f"{folder}/{rank}.pt")
+    dist.barrier(pool_group(4))
+    joined = load_files([f"{folder}/{number}.pt" for number in FOUR], pool_group(4))
+    check_close(joined["a.b"], one)
+    check_close(joined["a"]["b"], two)
+
+
+def test_names_that_read_alike_with_dots(pool: Pool, tmp_path: Path) -> None:
+    pool.run(names_with_dots, str(tmp_path), ranks=FOUR)
+
+
 def save(rank: int, folder: str, plan: dict[str, Any]) -> None:
     made = sharded_model(0, plan, pool_group(4))
     optimizer = torch.optim.Adam(made.parameters(), lr=0.1)

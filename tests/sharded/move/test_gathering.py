@@ -221,6 +221,5 @@ def run_not_comparable(rank: int) -> str:
 
 
 def test_what_one_rank_cannot_compare_is_an_error_of_all(pool: Pool) -> None:
-    *others, last = pool.run(run_not_comparable, ranks=FOUR)
-    assert "rtol" in last
-    assert ["cannot be compared: another rank" in text for text in others] == [True] * 3
+    (text,) = set(pool.run(run_not_comparable, ranks=FOUR))
+    assert text.startswith("on rank 3: rtol")

@@ -389,8 +389,7 @@ def custom(rank: int) -> None:
             with pytest.raises(TypeError, match="expects signature"):
                 register(lambda types, args: None)
     finally:
-        functions._for_all.clear()
-        functions._for_spec.clear()
+        functions._registered.clear()
 
 
 def test_B69_B70_B71_custom_operations(pool: Pool) -> None:

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from reshard.layout import coverage
-from reshard.sharded.metadata import ShardMetadata, TensorProperties
+from reshard.sharded.specs import ShardMetadata, TensorProperties
 from reshard.sharded.splits import (
     ChunkShardingSpec,
     EnumerableShardingSpec,

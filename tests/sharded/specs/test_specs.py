@@ -14,13 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from reshard.sharded.metadata import (
+from reshard.sharded.specs import (
+    DevicePlacementSpec,
     Placement,
+    PlacementSpec,
     ShardedTensorMetadata,
+    ShardingSpec,
     ShardMetadata,
     TensorProperties,
 )
-from reshard.sharded.specs import DevicePlacementSpec, PlacementSpec, ShardingSpec
 from reshard.sharded.splits import (
     ChunkShardingSpec,
     EnumerableShardingSpec,

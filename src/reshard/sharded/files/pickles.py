@@ -1,8 +1,7 @@
 """Pickles of sharded tensors, and state dicts that any number of ranks load.
 
 A pickle has the shards of one rank, and the layout as plain data. `torch.load(weights_only=True)`
-accepts it in a process that imported reshard.sharded: loading calls one function of ours, with
-numbers, texts and tensors.
+accepts it in a process that imported reshard.sharded: loading calls one function of ours.
 
     torch.save(model.state_dict(), f"model.{rank}.pt")       # on 4 ranks
     model.load_state_dict(load_files(paths))                 # on 2, on 3, on 8
@@ -16,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from os import PathLike, fspath
 from typing import Any
@@ -36,8 +36,7 @@ from reshard.sharded.groups import (
     is_outside,
     members,
 )
-from reshard.sharded.metadata import ShardMetadata, check_tensor
-from reshard.sharded.specs import layout_of_shards
+from reshard.sharded.specs import ShardMetadata, check_tensor, layout_of_shards
 from reshard.sharded.splits import infer_sharding_spec
 from reshard.tensors.agreement import Agreement
 from reshard.tensors.kinds import this_rank
@@ -58,11 +57,11 @@ def reduce(tensor: ContentTensor) -> tuple[Any, tuple[Any, ...]]:
     content = tensor._content
     if written_for_all.get():
         pieces = content.layout.pieces(this_rank(), content.shape)
-        own, wanted = sum(piece.box.size for piece in pieces), prod(content.shape)
-        if own != wanted:
+        own, size = sum(piece.box.size for piece in pieces), prod(content.shape)
+        if own != size:
             raise OperationError(
                 f'a ShardedTensor of layout "{content.layout}" and shape {list(content.shape)} is '
-                f"in a tuple or an object, of which one rank writes its pickle: {own} of {wanted} "
+                f"in a tuple or an object, of which one rank writes its pickle: {own} of {size} "
                 "elements; put the tensor into a dict or a list, which torch looks into"
             )
     state: State = {
@@ -73,7 +72,6 @@ def reduce(tensor: ContentTensor) -> tuple[Any, tuple[Any, ...]]:
         "parameter": isinstance(tensor, torch.nn.Parameter),
         "layout": content.layout.to_dict() if content.stated is None else None,
         "shards": [shard.to_row() for shard in content.stated or ()],
-        "rank": this_rank(),
         **_place(content.group),
     }
     # Parts with memory of their own: torch saves the whole storage of a view.
@@ -86,10 +84,9 @@ def reduce(tensor: ContentTensor) -> tuple[Any, tuple[Any, ...]]:
 
 def _place(group: Group) -> dict[str, int]:
     """This rank and the size of its group; -1 outside the group, as in torch."""
-    if is_outside(group):
-        return {"local_rank": -1, "world_size": -1}
-    known = members(group)
-    return {"local_rank": known.index(this_rank()), "world_size": len(known)}
+    ranks = () if is_outside(group) else members(group)
+    local_rank = ranks.index(this_rank()) if ranks else -1
+    return {"rank": this_rank(), "local_rank": local_rank, "world_size": len(ranks) or -1}
 
 
 def rebuild_sharded_tensor(parts: list[torch.Tensor], state: State) -> ContentTensor:
@@ -101,10 +98,10 @@ def rebuild_sharded_tensor(parts: list[torch.Tensor], state: State) -> ContentTe
         )
     group = current_process_group()
     is_own = not _from_other_ranks.get()
-    now = {"rank": this_rank(), **_place(group)}
     names = {"local_rank": "Local rank", "rank": "Global rank", "world_size": "Local world size"}
-    for key, name in names.items() if is_own else ():
-        if state[key] != now[key]:
+    now = _place(group)
+    for key, name in names.items():
+        if is_own and state[key] != now[key]:
             raise StateError(
                 f"{name} at save time was {state[key]}, but at load time was {now[key]}: load the "
                 "file of this rank, or all files with reshard.sharded.load_files"
@@ -112,7 +109,7 @@ def rebuild_sharded_tensor(parts: list[torch.Tensor], state: State) -> ContentTe
     shape, shards = tuple(state["shape"]), tuple(ShardMetadata(*row) for row in state["shards"])
     layout = layout_of_shards(shape, shards) if shards else Layout.from_dict(state["layout"])
     device = parts[0].device if parts else torch.device(state["device"])
-    if shards and parts:
+    if parts:
         shards = tuple(shard.on(device) for shard in shards)
     spec = infer_sharding_spec(shards) if shards else None  # refuses shards that overlap
     if is_own:
@@ -147,10 +144,10 @@ def _check_parts(content: Content, rank: int) -> None:
         raise ArgumentError(
             f'the layout "{layout}" has a pending {layout.reduce[0]}: add it up first'
         )
-    wanted = list(part_shapes(layout, rank, content.shape))
+    expected = list(part_shapes(layout, rank, content.shape))
     shapes = [tuple(part.shape) for part in parts]
-    if shapes != wanted:
-        raise ArgumentError(f"rank {rank} has saved parts {shapes} and its layout has {wanted}")
+    if shapes != expected:
+        raise ArgumentError(f"rank {rank} has saved parts {shapes} and its layout has {expected}")
     kinds = sorted({str(part.dtype) for part in parts})
     if kinds not in ([], [str(content.dtype)]):
         raise ArgumentError(f"rank {rank} has saved parts of {kinds} as {content.dtype}")
@@ -164,8 +161,8 @@ torch.serialization.add_safe_globals([rebuild_sharded_tensor])
 Path = str | PathLike[str]
 Key = tuple[object, ...]
 """The keys and indices of a value in nested dicts and lists."""
-Row = dict[str, Any]
-"""One sharded tensor in a file: its kind, and its shards on the rank that has read it."""
+Row = tuple[list[Any], list[Any]]
+"""One sharded tensor in a file, as JSON: its kind, and its shards on the rank that has read it."""
 
 
 @dataclass(frozen=True)
@@ -176,8 +173,10 @@ class File:
     state: State
     entries: dict[Key, Any]
     """All values in it that are no dicts and no lists."""
-    sharded: dict[str, ContentTensor]
-    """Its sharded tensors, by name."""
+
+    @cached_property
+    def sharded(self) -> list[Key]:
+        return [key for key, one in self.entries.items() if isinstance(one, ContentTensor)]
 
 
 def load_files(
@@ -199,23 +198,20 @@ def load_files(
     mine = range(ranks.index(this_rank()), len(paths), len(ranks))
     files: dict[int, File] = {}
 
-    def read() -> dict[int, dict[str, Row]]:
+    def read() -> list[list[Row]]:
         for index in sorted({0, *mine}):
             files[index] = _read(paths[index], weights_only, map_location)
             _check_plain(files[0], files[index])
-        return {index: _rows(files[index]) for index in mine}
+        return [[_row(files[index].entries[key]) for key in files[0].sharded] for index in mine]
 
-    rows_by_rank = Agreement(group, "loading files", error=ArgumentError).run(read)
-    # JSON has made texts of the numbers of files.
-    by_file = {int(index): own[index] for own in rows_by_rank.values() for index in own}
-    rows = [by_file[index] for index in range(len(paths))]
+    by_rank = [*Agreement(group, "loading files", error=ArgumentError).run(read).values()]
+    by_file = [by_rank[at % len(ranks)][at // len(ranks)] for at in range(len(paths))]
     joined: dict[int, ContentTensor] = {}
-    for name, tensor in files[0].sharded.items():
+    for key, *rows in zip(files[0].sharded, *by_file, strict=True):
         # A tied tensor has several names and stays one.
+        tensor, own = files[0].entries[key], [files[index].entries[key] for index in mine]
         if id(tensor) not in joined:
-            own = [files[index].sharded[name] for index in mine]
-            joined[id(tensor)] = _join(name, rows, own, paths, group)
-
+            joined[id(tensor)] = _join(_name(key), rows, own, paths, group)
     state: State = map_nested(lambda one: joined.get(id(one), one), files[0].state, ContentTensor)
     return state
 
@@ -228,9 +224,7 @@ def _read(path: Path, weights_only: bool, map_location: Any) -> File:
         raise _wrong(path, f"cannot be read: {first_line(error)}") from error
     if not isinstance(state, dict):
         raise _wrong(path, f"holds a {type(state).__name__}, not a state dict")
-    entries = dict(_entries(state, ()))
-    sharded = {_name(key): one for key, one in entries.items() if isinstance(one, ContentTensor)}
-    return File(path, state, entries, sharded)
+    return File(path, state, dict(_entries(state, ())))
 
 
 def _wrong(path: Path, why: str) -> ArgumentError:
@@ -271,46 +265,35 @@ def _are_equal(one: Any, two: Any) -> bool:
             return False
         if one.is_floating_point() and one.itemsize == 1:
             one, two = one.float(), two.float()  # torch compares no float8
-        both_nan = (one != one) & (two != two)
-        return bool(((one == two) | both_nan).all())
+        return torch.allclose(one, two, rtol=0, atol=0, equal_nan=True)
     return type(one) is type(two) and (one == two or one != one)
 
 
-def _rows(file: File) -> dict[str, Row]:
-    """The sharded tensors of a file that this rank has read, as JSON."""
-    rows = {}
-    for name, tensor in file.sharded.items():
-        content, boxes = tensor._content, [box for box, _ in _boxes_of(tensor)]
-        place = f"rank:{this_rank()}/{content.device}"
-        rows[name] = {
-            "kind": [list(content.shape), str(content.dtype), tensor.requires_grad],
-            "shards": [ShardMetadata(box.start, box.shape, place).to_row() for box in boxes],
-        }
-    return rows
+def _row(tensor: ContentTensor) -> Row:
+    content, place = tensor._content, f"rank:{this_rank()}/{tensor._content.device}"
+    shards = [ShardMetadata(box.start, box.shape, place) for box, _ in _boxes_of(tensor)]
+    kind = [list(content.shape), str(content.dtype), tensor.requires_grad]
+    return kind, [shard.to_row() for shard in shards]
 
 
 def _join(
-    name: str,
-    rows: list[dict[str, Row]],
-    own: list[ContentTensor],
-    paths: Sequence[Path],
-    group: Group,
+    name: str, rows: list[Row], own: list[ContentTensor], paths: Sequence[Path], group: Group
 ) -> ContentTensor:
     """One tensor of the shards that all files have of it."""
-    kinds = [row[name]["kind"] for row in rows]
+    kinds = [kind for kind, _ in rows]
     for path, kind in zip(paths, kinds, strict=True):
         if kind != kinds[0]:
             raise _wrong(path, f"has {quoted(name)} as {kind}, the first as {kinds[0]}")
     size, dtype, requires_grad = kinds[0]
-    listed = [ShardMetadata(*shard) for row in rows for shard in row[name]["shards"]]
+    listed = [ShardMetadata(*shard) for _, shards in rows for shard in shards]
     first = {one.box: one for one in reversed(listed)}
     # A box in several files comes from the first of them; boxes without elements all stay.
-    shards = tuple(one for one in listed if one.is_empty or first[one.box] is one)
+    joined = tuple(one for one in listed if one.is_empty or first[one.box] is one)
     values = {box: part for one in reversed(own) for box, part in reversed(_boxes_of(one))}
-    parts = [values[one.box] for one in shards if one.rank == this_rank()]
+    parts = [values[one.box] for one in joined if one.rank == this_rank()]
     dtype = getattr(torch, dtype.removeprefix("torch."))
     try:
-        content = content_of_shards(shards, size, dtype, parts, group)
+        content = content_of_shards(joined, size, dtype, parts, group)
     except ArgumentError as error:
         raise _wrong(paths[0], f"and the others do not make up {quoted(name)}: {error}") from None
     is_parameter = any(isinstance(one, torch.nn.Parameter) for one in own)

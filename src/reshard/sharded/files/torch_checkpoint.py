@@ -10,20 +10,20 @@ offsets. So all ranks must split a tensor into the same chunks:
                                    [6:9) of rank 1
 
 With ``full_state_dict=True``, ``get_model_state_dict`` and the functions beside it gather DTensors
-and torch's own ShardedTensors, and leave any other tensor as it is: shards would pass for whole
-tensors. torch has no registry for tensor classes there, so the functions that gather and scatter
-are replaced by functions that handle our tensors and call the original ones for all others. This
-happens when the first ShardedTensor is made.
+and torch's own ShardedTensors only: shards of others would pass for whole tensors. torch has no
+registry for tensor classes there, so the functions that gather and scatter are replaced, when the
+first ShardedTensor is made, by functions that handle our tensors and call the original ones.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
+from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -57,13 +57,11 @@ Function = Callable[..., Any]
 LOADING = "loading a full state dict (with broadcast_from_rank0=True rank 0 alone may have it)"
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A box of a tensor, and the piece of this rank that contains it."""
+class Chunk(NamedTuple):
+    """A box of a tensor, and the number of this rank's part and the piece that contain it."""
 
     box: Box
     part: int
-    """The number of this rank's part that contains it."""
     piece: Piece
 
     def view(self, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -81,30 +79,21 @@ class CheckpointTensor(ContentTensor):
         _check_saved(fqn, content)
         size, common = torch.Size(content.shape), TensorProperties.create_from_tensor(self)
         # A tensor without elements is written too, as one chunk: its name must not be missing.
-        empty = [Box.whole(content.shape)] if 0 in content.shape else []
-        boxes = [chunk.box for chunk in _chunks(content).values()] or empty
+        empty = [_stored(Box.whole(content.shape))] if 0 in content.shape else []
         return [
             WriteItem(
-                MetadataIndex(fqn, torch.Size(box.start)),
+                MetadataIndex(fqn, chunk.offsets),
                 WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape)), common, size
-                ),
+                tensor_data=TensorWriteData(chunk, common, size),
             )
-            for box in boxes
+            for chunk in [_stored(one.box) for one in _chunks(content).values()] or empty
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """The chunks that this rank reads."""
-        try:
-            _check_values("loading it", self._content)
-        except OperationError as error:
-            # Not a ReshardError: torch takes a ValueError here for something else, and hides it.
-            raise RuntimeError(str(error)) from error
-        return [
-            ChunkStorageMetadata(torch.Size(chunk.box.start), torch.Size(chunk.box.shape))
-            for chunk in _chunks(self._content).values()
-        ]
+        # Not a ReshardError: torch takes a ValueError here for something else, and hides it.
+        _check_values("loading it", self._content, RuntimeError)
+        return [_stored(chunk.box) for chunk in _chunks(self._content).values()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         """The memory of the chunk that an index names, to be written to a file or read into."""
@@ -127,13 +116,17 @@ class CheckpointTensor(ContentTensor):
         )
 
 
+def _stored(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape))
+
+
 def _check_saved(name: str, content: Content) -> None:
     """Refuse tensors without values of their own, or without all of them."""
     what = f"saving {quoted(name)}"
     _check_values(what, content)
     if any(part.is_meta for part in content.parts):
         why = "it is on the meta device; give a tensor with memory of its own"
-        raise _refused(what, content, why)
+        raise OperationError(_refusal(what, content, why))
     if dist.is_initialized():
         available = _num_elements(content.layout, content.shape)
     else:  # the elements of this process
@@ -144,20 +137,20 @@ def _check_saved(name: str, content: Content) -> None:
             "be missing; reshard the tensor so that every element is on some rank of a process "
             "group"
         )
-        raise _refused(what, content, why)
+        raise OperationError(_refusal(what, content, why))
 
 
-def _check_values(what: str, content: Content) -> None:
+def _check_values(what: str, content: Content, error: type[RuntimeError] = OperationError) -> None:
     if content.layout.reduce is not None:
         why = (
             f"a {content.layout.reduce[0]} over its ranks is pending, and a checkpoint holds "
             "values; reshard the tensor first"
         )
-        raise _refused(what, content, why)
+        raise error(_refusal(what, content, why))
 
 
-def _refused(what: str, content: Content, why: str) -> OperationError:
-    return OperationError(
+def _refusal(what: str, content: Content, why: str) -> str:
+    return (
         f"{what} with torch.distributed.checkpoint is not supported for ShardedTensor of layout "
         f'"{content.layout}" and shape {list(content.shape)}: {why}'
     )
@@ -180,25 +173,18 @@ def _chunks_on(
     else:
         pieces = {piece.box: (0, piece) for piece in layout.pieces(rank, shape)}
     flat = layout.words.flat
-    # Ranges of a flattened tensor are equal or disjoint. Listing the boxes of all ranks would take
-    # long then: there is no table of them.
-    is_only_flat = (
-        flat and not any(layout.words.dims) and not any(isinstance(cut, Packed) for cut in flat)
-    )
-    boxes = list(pieces)
-    if not is_only_flat:
+    if flat and not any(layout.words.dims) and not any(isinstance(part, Packed) for part in flat):
+        # Ranges of a flattened tensor are equal or disjoint: no need to list those of all ranks.
+        boxes = [box for box in pieces if box.size]
+    else:
         listed = listed_of(layout, shape)
         places = np.flatnonzero(listed.holders == rank)
         rows = np.searchsorted(listed.first, places, side="right") - 1
-        starts, stops = listed.starts[rows].tolist(), listed.stops[rows].tolist()
-        boxes = [Box(tuple(low), tuple(high)) for low, high in zip(starts, stops, strict=True)]
-    chunks = {}
-    for box in boxes:
-        if box.size:
-            # Boxes of other ranks split those of this one only if they overlap and are not equal.
-            outer = box if box in pieces else next(one for one in pieces if box in one)
-            chunks[box.start] = Chunk(box, *pieces[outer])
-    return chunks
+        corners = zip(listed.starts[rows].tolist(), listed.stops[rows].tolist(), strict=True)
+        boxes = [box for box in (Box(tuple(low), tuple(high)) for low, high in corners) if box.size]
+    # Boxes of other ranks split those of this one only if they overlap and are not equal.
+    outer = [box if box in pieces else next(one for one in pieces if box in one) for box in boxes]
+    return {box.start: Chunk(box, *pieces[one]) for box, one in zip(boxes, outer, strict=True)}
 
 
 @per_layout
@@ -211,12 +197,10 @@ def _num_elements(layout: Layout, shape: tuple[int, ...]) -> int:
 
 def install() -> None:
     """Replace the functions of torch that gather and scatter the tensors of a state dict."""
-    transform = _replaced(DefaultSavePlanner.transform_object, _transform_object)
-    DefaultSavePlanner.transform_object = transform  # type: ignore[method-assign]
-    for name, replacement in REPLACEMENTS.items():
-        known = [_state_dict_utils, sys.modules.get("torch.distributed.checkpoint.state_dict")]
-        for module in [one for one in known if hasattr(one, name)]:
-            setattr(module, name, _replaced(getattr(module, name), replacement))
+    state_dicts = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    for owner, name in product((DefaultSavePlanner, _state_dict_utils, state_dicts), REPLACEMENTS):
+        if hasattr(owner, name):
+            setattr(owner, name, _replaced(getattr(owner, name), REPLACEMENTS[name]))
 
 
 def _replaced(original: Function, replacement: Function) -> Function:
@@ -252,47 +236,30 @@ def _distribute_state_dict(
     """Every rank has whole tensors and takes its own parts."""
     _check_same_names(_contents(local, [*full]))
     for name, value in full.items():
-        wanted = _contents(local, [name])
-        original({name: value}, local, *args, **options)
-        _take_parts(local, wanted)
+        with _taking_parts(local, [name]):
+            original({name: value}, local, *args, **options)
 
 
-def _broadcast_tensors(
-    original: Function,
-    full: Tensors,
-    local: Tensors,
-    keys: Sequence[str],
-    *args: Any,
-    **options: Any,
-) -> None:
-    """Every rank gets the whole tensors of rank 0 and takes its own parts."""
-    wanted = _contents(local, keys)
-    original(full, local, keys, *args, **options)
-    _take_parts(local, wanted)
-
-
-def _broadcast_state_dict(
+def _broadcast(
     original: Function, full: Tensors, local: Tensors, *args: object, **options: object
 ) -> None:
-    """The same for tensors without dims, which torch handles separately."""
-    scalars = {name: one for name, one in _contents(local, [*local]).items() if not one.shape}
-    original(full, local, *args, **options)
-    _take_parts(local, scalars)
+    """Every rank gets whole tensors of rank 0, of some names or all, and takes its own parts."""
+    names = args[0] if args and isinstance(args[0], list) else [*local]
+    with _taking_parts(local, names):
+        original(full, local, *args, **options)
 
 
 REPLACEMENTS: Mapping[str, Function] = {
+    "transform_object": _transform_object,
     "_gather_state_dict": _gather_state_dict,
     "_distribute_state_dict": _distribute_state_dict,
-    "_broadcast_tensors": _broadcast_tensors,
-    "_broadcast_state_dict": _broadcast_state_dict,
+    "_broadcast_tensors": _broadcast,
+    "_broadcast_state_dict": _broadcast,
 }
 
 
 def _check_same_names(wanted: Mapping[str, Content]) -> None:
-    """Wait for the other ranks, which must load the same names; other shards would not change.
-
-    If only rank 0 has the state dict, ``broadcast_from_rank0=True`` is the right option.
-    """
+    """Wait for the other ranks, which must load the same names; other shards would not change."""
     groups = {members(content.group): content.group for content in wanted.values()}
     for ranks, group in sorted(groups.items(), key=lambda pair: pair[0]):
         if len(ranks) == 1:
@@ -311,14 +278,16 @@ def _check_same_names(wanted: Mapping[str, Content]) -> None:
 
 
 def _contents(local: Tensors, names: Sequence[str]) -> dict[str, Content]:
-    """The contents of the sharded tensors among these names."""
     pairs = ((name, local.get(name)) for name in names)
     return {name: one._content for name, one in pairs if isinstance(one, ContentTensor)}
 
 
-def _take_parts(local: Tensors, wanted: Mapping[str, Content]) -> None:
-    """Replace the whole tensors that torch has stored by this rank's parts of them."""
-    for name, like in wanted.items():
+@contextmanager
+def _taking_parts(local: Tensors, names: Sequence[str]) -> Iterator[None]:
+    """Replace whole tensors that torch stores inside the block by this rank's parts of them."""
+    contents = _contents(local, names)
+    yield
+    for name, like in contents.items():
         full: Any = local.get(name)
         if type(full) not in (torch.Tensor, nn.Parameter):
             continue
@@ -333,12 +302,10 @@ def _take_parts(local: Tensors, wanted: Mapping[str, Content]) -> None:
                 f"{quoted(name)} is loaded into a ShardedTensor of layout {quoted(like.layout)}, "
                 "of which a sum is pending: reshard it first"
             )
-        if like.layout.holds(this_rank()) is None:
-            content = like.of_kind(full.dtype, full.device)
-        else:
-            part = local_part(full.detach(), like.layout)
-            content = like.with_parts(split_parts(part, like.layout))
-        local[name] = wrap(content)
+        parts: tuple[torch.Tensor, ...] = ()
+        if like.layout.holds(this_rank()) is not None:
+            parts = split_parts(local_part(full.detach(), like.layout), like.layout)
+        local[name] = wrap(like.with_parts(parts, full))
 
 
 def state_dict_hook(
@@ -348,10 +315,10 @@ def state_dict_hook(
 
     For ``module._register_state_dict_hook``; parameters do not need it.
     """
-    for path, one in module.named_modules():
+    for path, one in module.named_modules(prefix=prefix.removesuffix(".")):
         for name, value in vars(one).items():
             if isinstance(value, ContentTensor):
-                destination[_key(prefix, path, name)] = value
+                destination[f"{path}.{name}".removeprefix(".")] = value
 
 
 def pre_load_state_dict_hook(
@@ -368,12 +335,8 @@ def pre_load_state_dict_hook(
 
     For ``module._register_load_state_dict_pre_hook`` with ``with_module=True``.
     """
-    for path, one in module.named_modules():
+    for path, one in module.named_modules(prefix=prefix.removesuffix(".")):
         for name in vars(one):
-            value = state_dict.get(_key(prefix, path, name))
+            value = state_dict.get(f"{path}.{name}".removeprefix("."))
             if isinstance(value, ContentTensor):
                 setattr(one, name, value)
-
-
-def _key(prefix: str, path: str, name: str) -> str:
-    return f"{prefix}{path}.{name}" if path else f"{prefix}{name}"

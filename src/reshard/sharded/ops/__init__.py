@@ -3,9 +3,8 @@
 Above autograd, ``functions`` receives torch's functions; below autograd, ``dispatch`` receives its
 operations and works on contents.
 
-dispatch      chooses one of the ways below for an operation, or runs it with whole tensors
-dtensor       arguments of operations; operations done by DTensor; conversion from and to DTensors
-elementwise   operations on single elements, shard by shard; on lists of tensors; losses
-functions     torch's functions, attention, and functions that users register
-lookup        embedding and linear with plain inputs, which may differ between ranks
+dispatch    operations shard by shard, on lists of tensors, and with whole tensors; losses
+dtensor     arguments of operations; operations done by DTensor; conversion from and to DTensors
+functions   torch's functions, attention, and functions that users register
+lookup      embedding and linear with plain inputs, which may differ between ranks
 """

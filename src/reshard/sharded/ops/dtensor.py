@@ -17,12 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from reshard.errors import ArgumentError, LiveError, OperationError, ReshardError
 from reshard.layout.layout import Layout
 from reshard.live.inputs.bound import materialize
-from reshard.sharded.autograd import lay_out_gradient, to_layout
 from reshard.sharded.content import (
     Content,
     ContentTensor,
@@ -32,7 +31,7 @@ from reshard.sharded.content import (
     wrap,
 )
 from reshard.sharded.groups import Group, members
-from reshard.sharded.move import move_to, reduced
+from reshard.sharded.move import lay_out_gradient, move_to, reduced, to_layout
 from reshard.tensors.autograd import linear
 from reshard.tensors.dtensor.placements import layout_from, placements_of
 from reshard.tensors.dtensor.wrapping import (
@@ -99,7 +98,6 @@ def written(func: Op, args: Args, kwargs: Kwargs) -> list[Value]:
 
 
 def unsupported(func: object, content: Content, why: str) -> OperationError:
-    """The error for an operation that is not supported, with the reason and what to do instead."""
     return OperationError(
         f'the operation {func} is not supported for ShardedTensor of layout "{content.layout}" and '
         f"shape {list(content.shape)}{why}"
@@ -119,8 +117,7 @@ def _mesh_of(content: Content) -> DeviceMesh:
             "operations that mix elements of a ShardedTensor need a process group: call "
             "torch.distributed.init_process_group first, or take full_tensor()"
         )
-    meshes = _meshes.setdefault(group, {})
-    kind = content.device.type
+    meshes, kind = _meshes.setdefault(group, {}), content.device.type
     if kind not in meshes:
         meshes[kind] = DeviceMesh.from_group(group, kind)
     return meshes[kind]
@@ -134,44 +131,30 @@ def _dtensor_from(content: Content, mesh: DeviceMesh) -> DTensor:
             f"{list(content.shape)} on ranks {list(members(content.group))}: reshard it first, to "
             "a ChunkShardingSpec with one placement per rank of its group, in order"
         )
-    local = content.local
-    if local is not None:
-        shape = _local_shape(content.layout, mesh, placements, content.shape, this_rank())
-        if tuple(local.shape) != shape:
-            # The same elements: several parts, or none of a tensor that could be split otherwise.
-            local = local.reshape(shape) if prod(shape) else local.new_empty(shape)
+    shape, local = content.shape, content.local
+    if local is not None and local.numel():
+        if local.ndim != len(shape):  # several parts, or a range of the flattened tensor
+            local = local.reshape(
+                layout_from(mesh, placements, shape).local_shape(this_rank(), shape)
+            )
         local = _with_dim_order(local, content.stride)
-    return dtensor_of(
-        local, mesh, placements, content.shape, stride=content.stride, dtype=content.dtype
-    )
+    else:
+        local = None  # DTensor may want another empty shape
+    return dtensor_of(local, mesh, placements, shape, stride=content.stride, dtype=content.dtype)
 
 
-@per_layout
-def _local_shape(
-    layout: Layout,
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    shape: tuple[int, ...],
-    rank: int,
-) -> tuple[int, ...]:
-    """The local shape that DTensor expects, which may differ from the part's if it is empty."""
-    return layout_from(mesh, placements, shape).local_shape(rank, shape)
+_placements = per_layout(placements_of)
 
 
 def _with_dim_order(local: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     """A local tensor with its dims in the order of these strides: views then work on all ranks."""
-    if local.ndim != len(stride):
-        return local
-    wanted = strides_like(tuple(local.shape), stride)
+    ordered = strides_like(tuple(local.shape), stride)
     dims = [dim for dim, size in enumerate(local.shape) if size > 1]
     own = local.stride()
-    if sorted(dims, key=lambda dim: (own[dim], -dim)) == sorted(dims, key=lambda dim: wanted[dim]):
+    if sorted(dims, key=lambda dim: (own[dim], -dim)) == sorted(dims, key=lambda dim: ordered[dim]):
         return local
-    ordered = torch.empty_strided(local.shape, wanted, dtype=local.dtype, device=local.device)
-    return ordered.copy_(local)
-
-
-_placements = per_layout(placements_of)
+    copy = torch.empty_strided(local.shape, ordered, dtype=local.dtype, device=local.device)
+    return copy.copy_(local)
 
 
 def fits_dtensor(content: Content) -> bool:
@@ -184,23 +167,16 @@ def fits_dtensor(content: Content) -> bool:
 
 def _content_of(tensor: DTensor, group: Group) -> Content:
     # Without placements that only DTensor knows: of masked lookups, of norms.
-    known = (Shard, Replicate, _StridedShard)
-    kept = [
-        one if isinstance(one, known) or type(one) is Partial else Replicate()
-        for one in tensor.placements
-    ]
+    known = (Shard, Replicate, _StridedShard, Partial)
+    kept = [one if type(one) in known else Replicate() for one in tensor.placements]
     if kept != list(tensor.placements):
         tensor = tensor.redistribute(placements=kept)
     local, mesh = dtensor_local(tensor), tensor.device_mesh
+    parts = () if local is None else (local,)
+    device = torch.device(mesh.device_type) if local is None else local.device
+    layout, shape, stride = dtensor_layout(tensor), tuple(tensor.shape), tuple(tensor.stride())
     return Content(
-        dtensor_layout(tensor),
-        tuple(tensor.shape),
-        tensor.dtype,
-        () if local is None else (local,),
-        torch.device(mesh.device_type) if local is None else local.device,
-        group,
-        mesh=mesh,
-        stated_stride=tuple(tensor.stride()),
+        layout, shape, tensor.dtype, parts, device, group, mesh=mesh, stated_stride=stride
     )
 
 
@@ -224,12 +200,10 @@ def run_in_dtensor(func: Op, args: Args, kwargs: Kwargs) -> Value:
         return dtensor_of(own, mesh, [Replicate()] * mesh.ndim, own.shape, stride=own.stride())
 
     def result_of(result: DTensor) -> Content:
-        for dtensor, content in sources:
-            if result is dtensor:
-                return content
+        own = next((content for dtensor, content in sources if dtensor is result), None)
         # A sum is done once, in the order of ranks and before anything rounds it; otherwise each
         # operation that uses the tensor would do it again.
-        return reduced(_content_of(result, first.group))
+        return own or reduced(_content_of(result, first.group))
 
     try:
         positional, named = map_nested(
@@ -257,16 +231,14 @@ def _normalized_dims(func: Op, args: Args) -> Args:
     ndim = first.ndim
     is_scan, reduces = func.overloadpacket in SCANS, torch.Tag.reduction in func.tags
 
-    def dims(name: str, value: Value) -> Value:
-        if name != "dim":
-            return value
-        if is_scan and type(value) is int:
+    def normalized(name: str, value: Value) -> Value:
+        if name == "dim" and is_scan and type(value) is int:
             return value % ndim
         # An empty list means all dims; DTensor would take it for none.
-        return list(range(ndim)) if reduces and isinstance(value, list) and not value else value
+        return list(range(ndim)) if name == "dim" and reduces and value == [] else value
 
-    schema = func._schema.arguments[: len(args)]
-    return [dims(one.name, value) for one, value in zip(schema, args, strict=True)]
+    pairs = zip(func._schema.arguments, args, strict=False)
+    return [normalized(one.name, value) for one, value in pairs]
 
 
 def _prepared(func: Op, content: Content, mesh: DeviceMesh) -> Content:
@@ -274,16 +246,17 @@ def _prepared(func: Op, content: Content, mesh: DeviceMesh) -> Content:
 
     All ranks decide alike, from the layout: an error on one would leave the others waiting.
     """
-    ranks, shape, layout = members(content.group), content.shape, content.layout
-    if _placements(layout, mesh, shape) is None:
+    ranks, shape, packet = members(content.group), content.shape, func.overloadpacket
+    if _placements(content.layout, mesh, shape) is None:
         # The result of a reduction is small; for other operations the user should reshard.
-        reduces = torch.Tag.reduction in func.tags
-        return move_to(content, whole_on(ranks)) if reduces else content
-    packet = func.overloadpacket
-    lacks_elements = prod(shape) > 0 and _has_empty_rank(layout, shape, ranks)
-    if (lacks_elements and packet not in WORKS_WITHOUT_ELEMENTS) or packet in NEED_WHOLE:
-        return move_to(content, whole_on(ranks))
-    return content
+        is_gathered = torch.Tag.reduction in func.tags
+    else:
+        is_gathered = packet in NEED_WHOLE or (
+            prod(shape) > 0
+            and packet not in WORKS_WITHOUT_ELEMENTS
+            and _has_empty_rank(content.layout, shape, ranks)
+        )
+    return move_to(content, whole_on(ranks)) if is_gathered else content
 
 
 @per_layout
@@ -294,7 +267,7 @@ def _has_empty_rank(layout: Layout, shape: tuple[int, ...], ranks: Sequence[int]
 
 
 def to_dtensor(tensor: ContentTensor, device_mesh: DeviceMesh | None = None) -> DTensor:
-    """The same memory as a DTensor; gradients flow back."""
+    """The same memory as a DTensor, if placements can express the layout; gradients flow back."""
     content, source = tensor._content, tensor._content.without_parts()
     mesh = device_mesh or _mesh_of(content)
 
@@ -306,10 +279,8 @@ def to_dtensor(tensor: ContentTensor, device_mesh: DeviceMesh | None = None) -> 
 
 def from_dtensor(tensor: DTensor, group: Group = None) -> ContentTensor:
     """The ShardedTensor with the memory of a DTensor; gradients flow back."""
-    mesh = tensor.device_mesh
-    if group is None:
-        group = _group_of(mesh)
-    kept = gradient_placements(tensor.placements)
+    mesh, kept = tensor.device_mesh, gradient_placements(tensor.placements)
+    group = _group_of(mesh) if group is None else group
 
     def back(gradient: ContentTensor) -> DTensor:
         layout = layout_from(mesh, kept, gradient.shape)

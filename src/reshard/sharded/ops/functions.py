@@ -8,8 +8,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch.nn import functional as F
@@ -19,17 +19,17 @@ from reshard.errors import ArgumentTypeError, OperationError
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.mesh import Mesh
 from reshard.layout.words import Chunk
-from reshard.sharded.autograd import (
+from reshard.sharded.content import Content, ContentTensor, map_nested
+from reshard.sharded.groups import members
+from reshard.sharded.move import (
+    all_agree,
     from_parts,
-    gradient_hook,
+    lay_out_gradients,
     replicated,
     to_layout,
     to_local,
     to_whole,
 )
-from reshard.sharded.content import Content, ContentTensor, map_nested
-from reshard.sharded.groups import members
-from reshard.sharded.move import all_agree
 from reshard.sharded.ops.dtensor import Args, Kwargs, each_value
 from reshard.sharded.ops.lookup import call_on_inputs
 
@@ -58,7 +58,8 @@ def _attend(
     contents = [one._content for one in tensors]
     if is_for_all and len(tensors) == 3 and _have_whole_heads(contents):
         if dropout_p > 0:  # replicas would draw different random numbers
-            spread = _heads_over(contents[0].layout.ranks)
+            ranks = contents[0].layout.ranks
+            spread = Layout(Mesh(rank=len(ranks), ranks=ranks), "- rank - -")
             tensors = [_in_layout(one, spread) for one in tensors]
         local = func(*map(to_local, tensors), attn_mask, dropout_p, *args, **kwargs)
         first = tensors[0]._content
@@ -67,11 +68,6 @@ def _attend(
         return _in_layout(from_parts(result, local), contents[0].layout)
     with sdpa_kernel(SDPBackend.MATH), torch._C.DisableTorchFunctionSubclass():
         return func(query, key, value, attn_mask, dropout_p, *args, **kwargs)
-
-
-@lru_cache(maxsize=64)
-def _heads_over(ranks: tuple[int, ...]) -> Layout:
-    return Layout(Mesh(rank=len(ranks), ranks=ranks), "- rank - -")
 
 
 def _in_layout(tensor: ContentTensor, layout: Layout) -> ContentTensor:
@@ -83,17 +79,17 @@ def _in_layout(tensor: ContentTensor, layout: Layout) -> ContentTensor:
 
 def _have_whole_heads(contents: list[Content]) -> bool:
     """Whether all three tensors have the same layout, which shards nothing but the heads."""
-    first, layout, words = contents[0], contents[0].layout, contents[0].layout.words
+    layout, words = contents[0].layout, contents[0].layout.words
     if any(one.ndim != 4 or one.layout != layout for one in contents):
         return False
     if isinstance(layout, BoxLayout) or words.reduce or words.on or words.flat or words.without:
         return False
-    ranks, cuts = layout.ranks, layout.dims(first.shape)
+    ranks, cuts = layout.ranks, layout.dims(contents[0].shape)
     counts = [one.shape[HEADS] for one in contents]
-    if {*ranks} != {*members(first.group)} or any((*cuts[:HEADS], *cuts[HEADS + 1 :])):
+    if {*ranks} != {*members(contents[0].group)} or any((*cuts[:HEADS], *cuts[HEADS + 1 :])):
         return False
     # Otherwise a rank's query heads need not be those of its key heads.
-    in_chunks = all(isinstance(cut, Chunk) and cut.unit == 1 for cut in cuts[HEADS])
+    in_chunks = all(isinstance(part, Chunk) and part.unit == 1 for part in cuts[HEADS])
     return not any(count % len(ranks) for count in counts) and (in_chunks or len({*counts}) == 1)
 
 
@@ -111,35 +107,31 @@ TAKES_INPUTS = {F.embedding, F.embedding_bag, F.linear}
 """Functions of plain inputs, which may differ between ranks, and a weight."""
 SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
-_for_all: dict[object, Function] = {}
-_for_spec: dict[type, dict[object, Function]] = {}
+_registered: dict[tuple[type | None, object], Function] = {}
+"""Functions of users in place of functions of torch: for one class of specs, or None for all."""
 
 
 def custom_sharded_op_impl(func: Function) -> Callable[[Registered], Registered]:
     """Register ``f(types, args, kwargs, process_group)`` in place of a function of torch."""
-    return _registering(_for_all, func)
+    return partial(_register, None, func)
 
 
 def custom_sharding_spec_op(
     sharding_spec_class: type, func: Function
 ) -> Callable[[Registered], Registered]:
     """Register a function for tensors of one class of specs; it precedes those for all tensors."""
-    return _registering(_for_spec.setdefault(sharding_spec_class, {}), func)
+    return partial(_register, sharding_spec_class, func)
 
 
-def _registering(
-    table: dict[object, Function], func: Function
-) -> Callable[[Registered], Registered]:
-    def register(own: Registered) -> Registered:
-        if len(inspect.signature(own).parameters) != 4:
-            raise ArgumentTypeError(
-                f"the custom operation for {getattr(func, '__name__', func)} expects signature "
-                f"(types, args, kwargs, process_group), and was given {inspect.signature(own)}"
-            )
-        table[func] = own
-        return own
-
-    return register
+def _register(spec_class: type | None, func: Function, own: Registered) -> Registered:
+    signature = inspect.signature(own)
+    if len(signature.parameters) != 4:
+        raise ArgumentTypeError(
+            f"the custom operation for {getattr(func, '__name__', func)} expects signature "
+            f"(types, args, kwargs, process_group), and was given {signature}"
+        )
+    _registered[spec_class, func] = own
+    return own
 
 
 def call(func: Function, types: object, args: Args, kwargs: Kwargs) -> Any:
@@ -147,10 +139,10 @@ def call(func: Function, types: object, args: Args, kwargs: Kwargs) -> Any:
     if len(args) == 1 and not kwargs and getattr(func, "__name__", "") == "__get__":
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args)  # an attribute: read a dozen times in every operation
-    if _for_all or _for_spec:
+    if _registered:
         values = each_value((*args, *kwargs.values()))
         content = next(one._content for one in values if isinstance(one, ContentTensor))
-        own = _for_spec.get(type(content.spec), {}).get(func) or _for_all.get(func)
+        own = _registered.get((type(content.spec), func)) or _registered.get((None, func))
         if own is not None:
             return own(types, args, kwargs, content.group)
     if func is torch.allclose or func is torch.Tensor.allclose:
@@ -211,8 +203,7 @@ def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
         SET_DATA(tensor, data)
     tensor._content = replace(data._content)
     if tensor._hook is not None:
-        tensor._hook.remove()
-        tensor._hook = cast(Any, tensor).register_hook(gradient_hook(tensor._content))
+        lay_out_gradients(tensor)
 
 
 def _writes_plain(func: Function, args: Args, kwargs: Kwargs) -> bool:
@@ -236,20 +227,12 @@ def _with_replicas(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     simple = ContentTensor | int | float | str | torch.dtype | None
     if not kwargs and all(isinstance(arg, simple) for arg in args):
         return args, kwargs
-    values = list(each_value((*args, *kwargs.values())))
-    sharded = [value for value in values if isinstance(value, ContentTensor)]
-    if not sharded or not any(map(_collects_gradient, values)):
-        return args, kwargs
-    group = sharded[0]._content.group
+    values = each_value((*args, *kwargs.values()))
+    group = next(one._content.group for one in values if isinstance(one, ContentTensor))
 
     def replicate(one: torch.Tensor) -> torch.Tensor:
-        return replicated(one, group) if _collects_gradient(one) else one
+        is_plain = type(one) in (torch.Tensor, torch.nn.Parameter)
+        return replicated(one, group) if is_plain and one.requires_grad and one.numel() else one
 
     replaced: tuple[Args, Kwargs] = map_nested(replicate, (args, kwargs), torch.Tensor)
     return replaced
-
-
-def _collects_gradient(value: object) -> bool:
-    """Whether a value is a plain tensor that requires gradients."""
-    kind = type(value) in (torch.Tensor, torch.nn.Parameter)
-    return kind and value.requires_grad and value.numel() > 0  # type: ignore[attr-defined]

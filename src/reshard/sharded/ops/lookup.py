@@ -16,7 +16,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from hashlib import blake2b
 from typing import Any, cast
 
@@ -26,10 +26,11 @@ from torch.nn import functional as F
 
 from reshard.errors import OperationError
 from reshard.live.inputs.bound import materialize
-from reshard.sharded.autograd import lay_out_gradient, replicated, to_whole
 from reshard.sharded.content import Content, ContentTensor, part_shapes, wrap
 from reshard.sharded.groups import digest, members
+from reshard.sharded.move import lay_out_gradient, replicated, to_whole
 from reshard.sharded.ops.dtensor import Args, Kwargs, fits_dtensor
+from reshard.sharded.specs import Shard
 from reshard.tensors.agreement import Agreement
 from reshard.tensors.autograd import linear
 from reshard.tensors.kinds import this_rank
@@ -68,9 +69,8 @@ def call_on_inputs(
 
 @cache
 def _signature(func: Function) -> inspect.Signature:
-    if func is F.linear:  # a builtin, which has no signature
-        return inspect.signature(lambda input, weight, bias=None: None)
-    return inspect.signature(func)
+    # linear is a builtin, which has no signature.
+    return inspect.signature((lambda input, weight, bias=None: None) if func is F.linear else func)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,9 +82,9 @@ class _Lookup:
     weight: ContentTensor
 
     def compare_inputs(self) -> tuple[bool, torch.Tensor]:
-        """Whether the inputs of ranks differ, and the rows that any rank needs; all raise, or none.
+        """Whether the inputs of ranks differ, and the sorted rows that any rank needs.
 
-        Each row is there once, in rising order.
+        All ranks raise, or none.
         """
         content, problem = self.weight._content, None
         rows = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -190,20 +190,14 @@ def _gathered(own: torch.Tensor, content: Content) -> list[torch.Tensor]:
 
 
 def rows_of(tensor: ContentTensor, rows: torch.Tensor, differ: bool) -> torch.Tensor:
-    """Some rows of a sharded tensor on all ranks; gradients flow back.
-
-    Gradients that differ between ranks are summed; otherwise they are taken to be the same.
-    """
+    """Some rows of a sharded tensor on all ranks; gradients that differ are summed over ranks."""
     content, source = tensor._content, tensor._content.without_parts()
-
-    def back(gradient: torch.Tensor) -> ContentTensor:
-        return _gradient_of(gradient, source, rows, differ)
-
+    back = partial(_gradient_of, source, rows, differ)
     return linear(lambda: _fetched(content, rows), back, tensor)
 
 
 def _gradient_of(
-    gradient: torch.Tensor, content: Content, rows: torch.Tensor, differ: bool
+    content: Content, rows: torch.Tensor, differ: bool, gradient: torch.Tensor
 ) -> ContentTensor:
     """The gradient of a tensor from the gradient of some of its rows; 0 elsewhere."""
 
@@ -229,9 +223,8 @@ def _fetched(content: Content, rows: torch.Tensor) -> torch.Tensor:
     table = torch.empty(len(rows), *content.shape[1:], dtype=content.dtype, device=content.device)
     regions, ranks = _table_regions(content, rows), members(content.group)
     own = [table.new_empty(0)]
-    for shard, (held, *_) in zip(content.shards, regions[this_rank()], strict=True):
-        places = rows[held].to(content.device) - shard.metadata.shard_offsets[0]
-        own.append(shard.tensor.index_select(0, places).reshape(-1))
+    for shard, region in zip(content.shards, regions[this_rank()], strict=True):
+        own.append(shard.tensor.index_select(0, _places_in(shard, rows[region[0]])).reshape(-1))
     flat = torch.cat(own)
     longest = max(sum(table[one].numel() for one in regions[rank]) for rank in ranks)
     padded = flat.new_zeros(longest)
@@ -268,5 +261,9 @@ def _put(content: Content, rows: torch.Tensor, table: torch.Tensor) -> None:
     """Write rows of a table into this rank's shards."""
     regions = _table_regions(content, rows)[this_rank()]
     for shard, region in zip(content.shards, regions, strict=True):
-        places = rows[region[0]].to(content.device) - shard.metadata.shard_offsets[0]
+        places = _places_in(shard, rows[region[0]])
         shard.tensor.index_copy_(0, places, table[region].to(content.device))
+
+
+def _places_in(shard: Shard, rows: torch.Tensor) -> torch.Tensor:
+    return rows.to(shard.tensor.device) - shard.metadata.shard_offsets[0]
