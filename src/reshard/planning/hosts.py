@@ -33,16 +33,7 @@ from reshard.planning.cells.listed import (
 from reshard.planning.cells.transfers import AnyRows, Fan, HostFan, Transfers
 from reshard.planning.classes import Stack
 from reshard.planning.flows import AT_ONCE, Flow, grain_of, lacking, share_plainly
-from reshard.planning.sharing import (
-    Job,
-    LineSet,
-    Loads,
-    Mask,
-    Slots,
-    repeated,
-    share,
-    share_slots,
-)
+from reshard.planning.sharing import Job, LineSet, Loads, Mask, Slots, repeated, share, share_slots
 
 HostJob = tuple[Stack, ListedGeometry, HostLines]
 IN_BALANCE = 1.1  # how far above the mean a rank may be that passes on

@@ -84,7 +84,8 @@ def take(
     Take(name='embed', crop=(), index=(), pad=((0, 128512),))
     """
     advice = "give a dict by dim, as crop={0: (0, 4)}, index={0: 3} or pad={0: 16}"
-    for what, by_dim in (("crop=", crop), ("index=", index), ("pad=", pad)):
+    options: dict[str, Any] = {"crop=": crop, "index=": index, "pad=": pad}
+    for what, by_dim in options.items():
         require_type({} if by_dim is None else by_dim, Mapping, what, advice)
         for dim, numbers in (by_dim or {}).items():
             numbers = numbers if what == "crop=" else [numbers]

@@ -153,8 +153,11 @@ class Plan:
         topology: Topology | None,
         strict: bool,
     ) -> None:
-        self.have, self.names, self.memory = dict(sorted(have.items())), dict(names), memory
-        self.topology, self.strict = topology, strict
+        self.have = dict(sorted(have.items()))
+        self.names = dict(names)
+        self.memory = memory
+        self.topology = topology
+        self.strict = strict
         want = dict(sorted(want.items()))
         stacks, fills = stacks_of(self.have, want, self.names, strict)
         fed = {name for stack in stacks for _, name in stack.names}

@@ -219,12 +219,14 @@ def regular_geometry(stack: Stack) -> RegularGeometry | None:
         pairs.append(GridPair(one, other, tuple(dims)))
     if not all(pair.is_regular for pair in pairs):
         return None
+    receivers = LineSet.chain([_lines(pair.want) for pair in pairs])
     return RegularGeometry(
         pairs,
         LineSet.chain([_lines(pair.have) for pair in pairs]),
         np.concatenate([_outer([dim.have.total for dim in pair.dims]) for pair in pairs]),
-        LineSet.chain([_lines(pair.want) for pair in pairs]),
+        receivers,
         np.concatenate([_outer([dim.want.total for dim in pair.dims]) for pair in pairs]),
+        receivers,
     )
 
 
@@ -240,15 +242,11 @@ class RegularGeometry:
     send_amounts: Ints
     receivers: LineSet
     receive_amounts: Ints
+    wanting: LineSet  # all replicas of a region lack it, so those that want it share it
     num_addends = 1
     listed = False
     kinds = None
     addends = ()
-
-    @property
-    def wanting(self) -> LineSet:
-        """All replicas of a region lack it, so those that share the receiving are all that want."""
-        return self.receivers
 
     @property
     def is_covered(self) -> bool:

@@ -15,14 +15,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.layout.columns import (
-    Ints,
-    contained,
-    distinct,
-    distinct_first,
-    mixed,
-    numbered,
-)
+from reshard.layout.columns import Ints, contained, distinct, distinct_first, mixed, numbered
 from reshard.planning.cells.transfers import AnyRows, Fan, HostFan, Transfers
 from reshard.planning.rank import Rows
 from reshard.planning.rounds import slice_edges

@@ -67,7 +67,7 @@ class Traffic:
                     yield Stream(flow, slot, rows.rows, rows)
 
     def _places(self, ranks: Ints) -> Ints:
-        # Ranks are nearly always 0 to n - 1; to look them up took a tenth of a summary.
+        # Ranks are nearly always 0 to n - 1; with look-ups a summary takes 15 to 60 % longer.
         return ranks if self._counts_up else self.world.searchsorted(ranks)
 
     def _sum(self, ranks: Ints, amounts: Ints) -> Ints:
@@ -202,10 +202,7 @@ class Summary:
 
 
 def summarize(
-    flows: Sequence[Flow],
-    traffic: Traffic,
-    schedule: Schedule,
-    topology: Topology | None,
+    flows: Sequence[Flow], traffic: Traffic, schedule: Schedule, topology: Topology | None
 ) -> Summary:
     needed, copied = map(sum, zip((0, 0), *map(needs_of, flows), strict=True))
     sent, passed_on = traffic.first_hand, traffic.passed_on
