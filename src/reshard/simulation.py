@@ -92,10 +92,10 @@ def _exchange(machines: Mapping[int, _Machine], number: int, counts: SimulationR
 class _Machine:
     """One simulated rank: its source arrays, its destination arrays, and what it stages."""
 
-    def __init__(self, plan: Plan, rank: int, held: Mapping[str, Array]) -> None:
-        if not isinstance(held, Mapping):
+    def __init__(self, plan: Plan, rank: int, arrays: Mapping[str, Array]) -> None:
+        if not isinstance(arrays, Mapping):
             raise PlanError(
-                f"rank {rank} holds a {type(held).__name__}: give a dict of arrays by name for "
+                f"rank {rank} holds a {type(arrays).__name__}: give a dict of arrays by name for "
                 f'every rank, such as {{0: {{"{next(iter(plan.have), "w")}": array}}}}'
             )
         self.rank = rank
@@ -105,7 +105,7 @@ class _Machine:
         self.local: dict[tuple[int, str], LocalPieces] = {}
         self.have = {
             name: _checked(name, rank, plan.have[name], array)
-            for name, array in held.items()
+            for name, array in arrays.items()
             if name in plan.have
         }
         self.want = {
@@ -152,12 +152,12 @@ class _Machine:
             spec = self.specs[side][name]
             pieces = spec.layout.pieces(self.rank, spec.shape)
             self.local[side, name] = LocalPieces(pieces, len(spec.shape))
-        found = self.local[side, name].find(box)
-        if found is None:
+        place = self.local[side, name].find(box)
+        if place is None:
             raise PlanError(f'rank {self.rank} does not hold box {box} of "{name}"')
         flat = arrays[name].reshape(-1)
-        strides = [stride * flat.itemsize for stride in found[1]]
-        return np.lib.stride_tricks.as_strided(flat[found[0] :], box.shape, strides)
+        strides = [stride * flat.itemsize for stride in place[1]]
+        return np.lib.stride_tricks.as_strided(flat[place[0] :], box.shape, strides)
 
 
 def _checked(name: str, rank: int, spec: TensorSpec, array: Array) -> Array:

@@ -54,11 +54,12 @@ def moves(plan: rs.Plan, shape: tuple[int, ...]) -> Iterator[tuple[rs.Step, np.n
     numbers = np.arange(math.prod(shape)).reshape(shape)
     parts = {rank: plan.for_rank(rank) for rank in plan.ranks}
     for number in range(plan.num_rounds):
-        rounds = {rank: part.round(number) for rank, part in parts.items()}
-        sent = [step for one in rounds.values() for step in one.sends]
-        received = [step for one in rounds.values() for step in one.receives]
+        sent, received, copied = (
+            [step for part in parts.values() for step in getattr(part, kind).of_round(number)]
+            for kind in ("sends", "receives", "copies")
+        )
         assert sorted(map(repr, sent)) == sorted(map(repr, received))
-        for step in [*sent, *(step for one in rounds.values() for step in one.copies)]:
+        for step in [*sent, *copied]:
             assert step.box == step.have_box
             where = tuple(map(slice, step.box.start, step.box.stop))
             yield step, numbers[where].reshape(-1)

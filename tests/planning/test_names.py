@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import reshard as rs
+from reshard.planning.names import names_of
 from tests.moves import check_move, counting, values_of
 
 HAVE = rs.Mesh(dp=2, tp=2)
@@ -358,6 +359,12 @@ def test_a_hole_that_only_one_part_wants() -> None:
     assert out[2]["a"].tolist() == value[:2].tolist()
     with pytest.raises(rs.CoverageError, match=r'"a".*\[3:4, 0:2\]'):
         rs.plan({"w": lost}, whole, names={"a": rs.take("w", crop={0: (1, 5)})})
+
+
+@pytest.mark.parametrize("more", [{"rows": [1]}, {"pad": {"0": 9}}])
+def test_a_stack_in_a_table_takes_only_a_dim(more: dict) -> None:
+    with pytest.raises(rs.FormatError, match="beside join or stack only dim is known"):
+        names_of({"a": {"stack": ["b"], "dim": 0, **more}})
 
 
 SERVERS = rs.Layout(rs.Mesh(tp=2, ranks=[8, 9]), "tp -")

@@ -246,7 +246,7 @@ def test_steps_by_round() -> None:
     steps = list(mine.receives)
     assert [step.round for step in steps] == sorted(step.round for step in steps)
     for number in {step.round for step in steps}:
-        assert mine.round(number).receives == [step for step in steps if step.round == number]
+        assert mine.receives.of_round(number) == [step for step in steps if step.round == number]
     assert mine.receives[0] == steps[0]
     assert mine.receives[-2:] == steps[-2:]
     assert len(mine.receives) == len(steps)

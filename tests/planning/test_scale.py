@@ -148,6 +148,10 @@ BAD_TOPOLOGIES = {
     "a rank on no host": ({"hosts": [[0, 1], [2]]}, "rank 3 is on no host .* 3 ranks on 2 hosts"),
     "no bandwidth": ({"between": {"bandwidth": 0}}, r"\[between\] has a bandwidth of 0"),
     "no bandwidth inside": ({"inside": {"bandwidth": "0GB"}}, r"\[inside\] has a bandwidth of 0"),
+    "a bandwidth beyond floats": (
+        {"inside": {"bandwidth": 10**400}},
+        r"\[inside\]: .*too large",
+    ),
     "a negative latency": ({"inside": {"latency": -1}}, r"\[inside\] .* latency of -1"),
     "a truth value": ({"hosts": [[0, True], [2, 3]]}, "hosts a list of rank lists"),
     "a rank twice": ({"hosts": [[0, 1], [1, 2, 3]]}, "rank 1 is on two hosts"),
@@ -171,6 +175,9 @@ def test_a_file_that_does_not_match_the_mesh(tmp_path: Path) -> None:
     path.write_text("hosts = [[0, 1, 2]]\n")
     sides = layout("a=4", "a -"), layout("a=4", "- a")
     with pytest.raises(rs.TopologyError, match=r"rank 3 is on no host .* on 1 host and"):
+        rs.plan(*sides, shape=(4, 4), topology=path)
+    path.write_text(f"ranks_per_host = {'9' * 5000}\n")
+    with pytest.raises(rs.TopologyError, match=r"cannot be read: .* expected a TOML file"):
         rs.plan(*sides, shape=(4, 4), topology=path)
     path.write_text("hosts = [[0, 1, 2, 3]]\n")
     assert rs.plan(*sides, shape=(4, 4), topology=str(path)).summary().between_hosts_bytes == 0

@@ -52,8 +52,7 @@ def sums(rows: Iterable[AnyRows], amount: Callable[[Transfers], np.ndarray]) -> 
     found = np.zeros((2, 64), dtype=np.int64)
     for one in rows:
         for side, ends in enumerate((one.sent, one.received)):
-            for ranks, amounts in ends(amount(one.rows)):
-                np.add.at(found[side], ranks, amounts)
+            np.add.at(found[side], *ends(amount(one.rows)))
     return found
 
 
@@ -189,7 +188,7 @@ def listed(plan: rs.Plan) -> int:
         for one in flow.streams():
             found += len(one.rows)
             if isinstance(one, Fan):
-                found += len(one.wanting.members) + len(one.held.members)
+                found += len(one.wanting.members) + len(one.holders.members)
             if isinstance(one, HostFan):
                 found += one.receivers.size
     return found

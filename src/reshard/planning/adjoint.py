@@ -9,7 +9,7 @@ the first holder of each box, which adds up; then the sums go where they are wan
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -48,13 +48,11 @@ def summed(layout: Layout, shape: tuple[int, ...]) -> Layout | None:
     words = layout.words
     if isinstance(layout, BoxLayout) or words.without or words.reduce:
         return None
-    if any(is_mixed(cuts) for cuts in (*layout.dims(shape), words.flat)):
-        return None
-    if any(len(at) > 1 for _, at in words.on):
+    per_dim = [*layout.dims(shape), words.flat]
+    if any(map(is_mixed, per_dim)) or any(len(at) > 1 for _, at in words.on):
         return None
     used = {axis for cuts in (*words.dims, words.flat) for axis in axes_of(cuts)}
-    used |= {axis for axis, _ in words.on}
-    free = tuple(axis for axis in layout.mesh.axes if axis not in used)
+    free = tuple(axis for axis in layout.mesh.axes if axis not in used | dict(words.on).keys())
     return Layout(layout.mesh, replace(words, reduce=("sum", free))) if free else layout
 
 
@@ -137,52 +135,47 @@ def _spread(move: SumMove) -> Spread:
     owner = {box: rank for rank, boxes in first.items() for box in boxes}
     later = {Spread.name(n): boxes for n, boxes in enumerate(holding) if n and move.adds}
     to_owner = {name: _regrouped(boxes, owner) for name, boxes in later.items()}
-    gather = None
-    if later:
-        addends = (_specs(move, boxes, move.dtype) for boxes in (later, to_owner))
-        gather = plan(*addends, memory=move.memory)
-    out = plan(
-        _specs(move, {"sum": first}, accumulator(move.dtype)),
-        _specs(move, {"sum": wanting}, move.cast or move.dtype),
-        memory=move.memory,
-    )
-    return Spread(gather, out, holding, wanting)
+    addends = [_specs(move, boxes, move.dtype) for boxes in (later, to_owner)]
+    sums = _specs(move, {"sum": first}, accumulator(move.dtype))
+    wanted = _specs(move, {"sum": wanting}, move.cast or move.dtype)
+    gather = plan(*addends, memory=move.memory) if later else None
+    return Spread(gather, plan(sums, wanted, memory=move.memory), holding, wanting)
 
 
 def _specs(move: SumMove, boxes: Mapping[str, Boxes], dtype: str) -> dict[str, TensorSpec]:
     return {
-        name: TensorSpec(move.shape, dtype, Layout.from_boxes(move.shape, held))
-        for name, held in boxes.items()
+        name: TensorSpec(move.shape, dtype, Layout.from_boxes(move.shape, by_rank))
+        for name, by_rank in boxes.items()
     }
 
 
 def _holders(layout: Layout, shape: tuple[int, ...]) -> tuple[Boxes, ...]:
-    """Who is the first, the second, ... to hold each box, in the order of ranks."""
+    """For the first, the second, ... holder of each box: the boxes of every rank that is one."""
     listed = listed_of(layout, shape)
-    found: list[dict[int, list[Box]]] = []
-    for number in range(len(listed.starts)):
-        box = Box(tuple(listed.starts[number].tolist()), tuple(listed.stops[number].tolist()))
+    pairs: list[list[tuple[int, Box]]] = []
+    for number, edges in enumerate(zip(listed.starts.tolist(), listed.stops.tolist(), strict=True)):
+        box = Box(*map(tuple, edges))
         for place, rank in enumerate(listed.of(number).tolist()):
-            if place == len(found):
-                found.append({})
-            found[place].setdefault(rank, []).append(box)
-    return tuple({rank: tuple(boxes) for rank, boxes in one.items()} for one in found)
+            if place == len(pairs):
+                pairs.append([])
+            pairs[place].append((rank, box))
+    return tuple(map(_by_rank, pairs))
+
+
+def _by_rank(pairs: Iterable[tuple[int, Box]]) -> Boxes:
+    lists: dict[int, list[Box]] = {}
+    for rank, box in pairs:
+        lists.setdefault(rank, []).append(box)
+    return {rank: tuple(boxes) for rank, boxes in lists.items()}
 
 
 def _regrouped(boxes: Boxes, owner: Mapping[Box, int]) -> Boxes:
     """The same boxes, by their first holder."""
-    found: dict[int, list[Box]] = {}
-    for box in sorted(box for held in boxes.values() for box in held):
-        found.setdefault(owner[box], []).append(box)
-    return {rank: tuple(held) for rank, held in sorted(found.items())}
+    return _by_rank(sorted((owner[box], box) for of_rank in boxes.values() for box in of_rank))
 
 
 def _inside(layout: Layout, shape: tuple[int, ...], covered: list[Box]) -> Boxes:
     """What each rank of a layout holds of these boxes, none of which overlap."""
-    found: Boxes = {}
-    for rank in layout.ranks:
-        both = (piece.box & box for piece in layout.pieces(rank, shape) for box in covered)
-        boxes = tuple(box for box in both if box.size)
-        if boxes:
-            found[rank] = boxes
-    return found
+    pieces = ((rank, piece.box) for rank in layout.ranks for piece in layout.pieces(rank, shape))
+    both = ((rank, piece & box) for rank, piece in pieces for box in covered)
+    return _by_rank((rank, box) for rank, box in both if box.size)

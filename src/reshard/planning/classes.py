@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 
@@ -39,6 +39,7 @@ from reshard.text import and_more, quoted
 RESIZE = "shapes must agree; try take(..., crop={dim: (start, stop)}) or take(..., pad={dim: size})"
 """What to do where the tensors of a take differ in size."""
 
+Parts = Sequence[tuple[str, TensorSpec]]  # the names and the specs of sources
 MAX_STACKED = 1 << 20
 """The most sources of a stack and groups of a join; a shape alone may not make us list more."""
 
@@ -74,6 +75,9 @@ class Stack:
         """
         return self.want.dtype if hop and self.adds else self.wire_dtype
 
+    def itemsize_at(self, hop: int) -> int:
+        return itemsize(self.dtype_at(hop))
+
     @property
     def itemsize(self) -> int:
         """Bytes of one element that a source rank sends."""
@@ -83,9 +87,6 @@ class Stack:
     def accumulator_itemsize(self) -> int:
         """Bytes of one element while addends are added up."""
         return itemsize(accumulator(self.have.dtype))
-
-    def itemsize_at(self, hop: int) -> int:
-        return itemsize(self.dtype_at(hop))
 
     @property
     def label(self) -> str:
@@ -106,43 +107,39 @@ def stacks_of(
     have: Mapping[str, TensorSpec], want: Mapping[str, TensorSpec], names: Names, strict: bool
 ) -> tuple[list[Stack], list[Fill]]:
     """Group the tensors of two state dicts into stacks, in the order of the wanted names."""
-    found: dict[tuple[object, ...], Stack] = {}
-    seen: dict[tuple[object, ...], Stack] = {}
+    stacks: dict[tuple[object, ...], Stack] = {}
+    by_layouts: dict[tuple[object, ...], Stack] = {}
     fills: list[Fill] = []
     lacking: dict[str, list[str]] = {}
     used: set[str] = set()
-    as_it_is = [Feed("")]
     for name, spec in want.items():
-        plain = None if names else have.get(name)
-        feeds: list[Feed] = as_it_is
-        if plain is None or plain.shape != spec.shape:
+        source = None if names else have.get(name)
+        feeds = [Feed(name)]
+        if source is None or source.shape != spec.shape:
             fed = feeds_of(name, spec, have, names)
             if isinstance(fed, list):
                 lacking[name] = fed
                 continue
-            feeds = fed[0]
-            fills += [Fill(name, spec, box) for box in fed[1]]
+            feeds, boxes = fed
+            fills += [Fill(name, spec, box) for box in boxes]
         for feed in feeds:
-            source = name if feeds is as_it_is else feed.name
-            used.add(source)
-            given, how = have[source], (feed.moves, feed.have_insert, feed.want_insert)
-            key = (given.shape, given.dtype, spec.shape, spec.dtype, how)
+            used.add(feed.name)
+            source, moves = have[feed.name], (feed.moves, feed.have_insert, feed.want_insert)
+            key = (source.shape, source.dtype, spec.shape, spec.dtype, moves)
             # Fingerprints are taken once for each pair of layouts.
-            pair = (key, id(given.layout), id(spec.layout))
-            stack = seen.get(pair)
-            if stack is None:
-                ends = _placement(given, source), _placement(spec, name)
-                stack = found.setdefault((key, *ends), Stack(given, spec, Feed(source, *how)))
-                seen[pair] = stack
-            stack.names.append((source, name))
+            pair = (key, id(source.layout), id(spec.layout))
+            if pair not in by_layouts:
+                ends = _placement(source, feed.name), _placement(spec, name)
+                by_layouts[pair] = stacks.setdefault((key, *ends), Stack(source, spec, feed))
+            by_layouts[pair].names.append((feed.name, name))
     if strict and names:
         _check_keys(names, want)
     unused = [name for name in have if name not in used]
     if strict and (lacking or unused):
         raise _missing_names(lacking, unused, len(have), len(want))
-    for stack in found.values():
+    for stack in stacks.values():
         _check_reduce(stack)
-    return [*found.values()], fills
+    return [*stacks.values()], fills
 
 
 def _placement(spec: TensorSpec, name: str) -> bytes:
@@ -194,31 +191,37 @@ def feeds_of(
     source, captured = _match(name, names)
     source = Take(source) if isinstance(source, str) else source
     match source:
-        case Join():
-            needed = [fill_in(part, captured) for part in source.names]
-            feeds = partial(_joined, name, want, source, needed)
-        case Stacked():
-            needed = [*_stacked_names(source, want, captured)]
-            feeds = partial(_stacked, name, want, source, needed)
         case Take():
             needed = [fill_in(source.name, captured)]
-            feeds = partial(_taken, name, want, source, needed)
+        case Join():
+            needed = [fill_in(part, captured) for part in source.names]
+        case Stacked():
+            needed = [fill_in(part, captured) for part in source.names]
+            free = placeholders(needed[0])[:1] if len(needed) == 1 else ()
+            if free:
+                count = want.shape[source.dim] if 0 <= source.dim < len(want.shape) else 0
+                numbers = map(str, range(min(count, MAX_STACKED)))
+                needed = [fill_in(needed[0], {free[0]: number}) for number in numbers]
         case _:
             raise PlanError(f'names["{name}"] is {source!r}: give a name, take, join or stack')
     missing = [part for part in needed if part not in have]
     if missing:
         return missing
-    found = [*feeds([have[part] for part in needed])]
-    return found, _unfed(want, found[0]) if isinstance(source, Take) and source.pad else ()
+    parts = [(part, have[part]) for part in needed]
+    if isinstance(source, Take):
+        return _taken(name, want, source, *parts[0])
+    if isinstance(source, Join):
+        return [*_joined(name, want, source, parts)], ()
+    return [*_stacked(name, want, source, parts)], ()
 
 
 def _match(name: str, names: Names) -> tuple[Source, dict[str, str]]:
     if name in names:
         return names[name], {}
     for pattern, source in names.items():
-        found = template_regex(pattern).fullmatch(name) if "{" in pattern else None
-        if found:
-            return source, found.groupdict()
+        match = template_regex(pattern).fullmatch(name) if "{" in pattern else None
+        if match:
+            return source, match.groupdict()
     return name, {}
 
 
@@ -235,29 +238,16 @@ def _check_keys(names: Names, want: Mapping[str, TensorSpec]) -> None:
             raise NamesError(f"names has {quoted(pattern)}, which matches no wanted name: {hint}")
 
 
-def _stacked_names(source: Stacked, want: TensorSpec, captured: Mapping[str, str]) -> Iterator[str]:
-    names = [fill_in(part, captured) for part in source.names]
-    free = placeholders(names[0])[:1] if len(names) == 1 else ()
-    if not free:
-        yield from names
-        return
-    count = want.shape[source.dim] if 0 <= source.dim < len(want.shape) else 0
-    for number in range(min(count, MAX_STACKED)):
-        yield fill_in(names[0], {free[0]: str(number)})
-
-
 def _moves(shape: Sequence[int], dim: int, segments: Segments) -> tuple[Segments, ...]:
     """The segments of one dim; all others move as they are."""
     whole: list[Segments] = [((0, 0, size),) for size in shape]
     return (*whole[:dim], segments, *whole[dim + 1 :])
 
 
-def _joined(
-    name: str, want: TensorSpec, source: Join, names: Sequence[str], specs: Sequence[TensorSpec]
-) -> Iterator[Feed]:
+def _joined(name: str, want: TensorSpec, source: Join, parts: Parts) -> Iterator[Feed]:
     """Sources one after the other are one group of all their rows."""
     dim = source.dim
-    for part, spec in zip(names, specs, strict=True):
+    for part, spec in parts:
         others = spec.shape[:dim] + spec.shape[dim + 1 :]
         if not 0 <= dim < len(want.shape):
             raise PlanError(
@@ -269,40 +259,38 @@ def _joined(
                 f'"{part}" has shape {spec.shape} and "{name}" has {want.shape}: '
                 f"tensors joined in dim {dim} agree in every other dim"
             )
-    lengths, total = tuple(spec.shape[dim] for spec in specs), want.shape[dim]
+    lengths, total = tuple(spec.shape[dim] for _, spec in parts), want.shape[dim]
     rows = lengths if source.rows is None else source.rows
     group = sum(rows)
     if source.rows is None and group != total:
         raise PlanError(
-            f'"{name}" has {total} in dim {dim} and the {len(names)} sources joined there have '
+            f'"{name}" has {total} in dim {dim} and the {len(parts)} sources joined there have '
             f"{group} ({' + '.join(map(str, lengths))}): make them equal"
         )
     num = 1 if source.rows is None else total // group
     if num > MAX_STACKED:
         raise PlanError(f'"{name}" is dealt in {num} groups: at most {MAX_STACKED} work')
-    for part, length, count in zip(names, lengths, rows, strict=True):
+    starts = accumulate(rows, initial=0)
+    for (part, _), length, count, start in zip(parts, lengths, rows, starts, strict=False):
         if length != num * count or num * group != total:
             raise PlanError(
                 f'"{name}" has {total} in dim {dim}, that is {total / group:g} groups of '
                 f'{group}, and "{part}" has {length}, that is '
                 f"{length / count:g} groups of {count}: make them equal"
             )
-    for part, count, start in zip(names, rows, accumulate(rows, initial=0), strict=False):
         runs = tuple((g * count, g * group + start, count) for g in range(num))
         yield Feed(part, _moves(want.shape, dim, runs))
 
 
-def _stacked(
-    name: str, want: TensorSpec, source: Stacked, names: Sequence[str], specs: Sequence[TensorSpec]
-) -> Iterator[Feed]:
+def _stacked(name: str, want: TensorSpec, source: Stacked, parts: Parts) -> Iterator[Feed]:
     dim = source.dim
-    if not 0 <= dim < len(want.shape) or want.shape[dim] != len(names):
+    if not 0 <= dim < len(want.shape) or want.shape[dim] != len(parts):
         raise PlanError(
-            f'"{name}" has shape {want.shape} and {len(names)} sources are stacked in dim {dim}: '
+            f'"{name}" has shape {want.shape} and {len(parts)} sources are stacked in dim {dim}: '
             "that dim must be as long as there are sources"
         )
     inner = want.shape[:dim] + want.shape[dim + 1 :]
-    for number, (part, spec) in enumerate(zip(names, specs, strict=True)):
+    for number, (part, spec) in enumerate(parts):
         if spec.shape != inner:
             raise PlanError(
                 f'"{part}" has shape {spec.shape} and a slice of "{name}" has {inner}: '
@@ -312,9 +300,8 @@ def _stacked(
 
 
 def _taken(
-    name: str, want: TensorSpec, source: Take, names: Sequence[str], specs: Sequence[TensorSpec]
-) -> Iterator[Feed]:
-    (part,), (spec,) = names, specs
+    name: str, want: TensorSpec, source: Take, part: str, spec: TensorSpec
+) -> tuple[list[Feed], tuple[Box, ...]]:
     ranges = {dim: (0, size) for dim, size in enumerate(spec.shape)}
     for dim in dict(source.crop).keys() & dict(source.index).keys():
         raise PlanError(f'"{name}" crops dim {dim} of "{part}" and takes one index of it: give one')
@@ -326,21 +313,23 @@ def _taken(
             )
         ranges[dim] = limits
     inserted = tuple(dim for dim, _ in source.index)
-    moves = tuple(((low, 0, high - low),) for low, high in ranges.values())
-    found = tuple(high - low for dim, (low, high) in ranges.items() if dim not in inserted)
+    shape = tuple(high - low for dim, (low, high) in ranges.items() if dim not in inserted)
     padded = dict(source.pad)
-    if any(not 0 <= dim < len(found) for dim in padded):
-        raise PlanError(f'"{name}" pads dims {sorted(padded)} of a tensor of shape {found}')
-    fits = len(found) == len(want.shape) and all(
+    if any(not 0 <= dim < len(shape) for dim in padded):
+        raise PlanError(f'"{name}" pads dims {sorted(padded)} of a tensor of shape {shape}')
+    fits = len(shape) == len(want.shape) and all(
         size == padded.get(dim, had) and size >= had
-        for dim, (had, size) in enumerate(zip(found, want.shape, strict=True))
+        for dim, (had, size) in enumerate(zip(shape, want.shape, strict=True))
     )
     if not fits:
         is_resized = source.crop or source.index or source.pad
         advice = RESIZE if is_resized else _advice(spec, want)
-        raise PlanError(f'"{part}" gives shape {found} and "{name}" wants {want.shape}: {advice}')
-    plain = spec.shape == want.shape and not inserted and not source.crop
-    yield Feed(part, () if plain else moves, want_insert=inserted)
+        raise PlanError(f'"{part}" gives shape {shape} and "{name}" wants {want.shape}: {advice}')
+    if spec.shape == want.shape and not inserted and not source.crop:
+        return [Feed(part)], ()
+    moves = tuple(((low, 0, high - low),) for low, high in ranges.values())
+    zeros = Box.whole(want.shape) - Box((0,) * len(shape), shape) if padded else ()
+    return [Feed(part, moves, want_insert=inserted)], zeros
 
 
 def _advice(have: TensorSpec, want: TensorSpec) -> str:
@@ -355,15 +344,6 @@ def _advice(have: TensorSpec, want: TensorSpec) -> str:
         "both must be shapes of the whole tensor, and a plain tensor counts as whole; describe a "
         f'shard as rs.TensorSpec({large.shape}, "{small.dtype}", rs.Layout(mesh, words))'
     )
-
-
-def _unfed(want: TensorSpec, feed: Feed) -> tuple[Box, ...]:
-    """The boxes of a padded destination that no source fills."""
-    if not feed.moves:
-        return ()
-    kept = [m for dim, m in enumerate(feed.moves) if dim not in feed.want_insert]
-    fed = Box((0,) * len(want.shape), tuple(segments[0][2] for segments in kept))
-    return Box.whole(want.shape) - fed
 
 
 def _missing_names(

@@ -19,16 +19,9 @@ import numpy as np
 from reshard.layout.columns import Ints, blocks
 from reshard.planning.cells.listed import ListedGeometry, listed_geometries
 from reshard.planning.cells.regular import RegularGeometry, regular_geometry
-from reshard.planning.cells.transfers import (
-    AnyRows,
-    Cells,
-    Fan,
-    Mask,
-    Transfers,
-    raise_uncovered,
-)
+from reshard.planning.cells.transfers import AnyRows, Cells, Fan, Transfers, raise_uncovered
 from reshard.planning.classes import Stack
-from reshard.planning.sharing import Job, LineSet, Loads, Runs, Slots, repeated, share_slots
+from reshard.planning.sharing import Job, LineSet, Loads, Mask, Runs, Slots, repeated, share_slots
 
 Geometry = ListedGeometry | RegularGeometry
 Parts = Sequence[tuple[Stack, Geometry]]
@@ -104,20 +97,22 @@ class Flow:
             if self.most > 1 and not self.direct:
                 yield self._passed_on(parts)
             return
-        kind, holders = kinds.of[parts.runs.cell], kinds.held
+        kind, holders = kinds.of[parts.runs.cell], kinds.holders
         direct = (holders.find(kind, parts.destination) >= 0) | self.direct
         some, rest = np.flatnonzero(direct), np.flatnonzero(~direct)
         if len(some):
-            yield Fan(parts.take(some), self.geometry.wanting, kind[some], holders)
+            none = np.full_like(some, -1)
+            yield Fan(parts.take(some), self.geometry.wanting, kind[some], holders, none)
         if len(rest):
             parts = parts.take(rest)
             yield parts
-            yield replace(self._passed_on(parts), kind=kind[rest], held=holders)
+            yield replace(self._passed_on(parts), kind=kind[rest], holders=holders)
 
     def _passed_on(self, parts: Transfers) -> Fan:
         """What relays pass on to ranks that hold none of it."""
         passed, wanting = replace(parts, source=parts.destination, hop=1), self.geometry.wanting
-        return Fan(passed, wanting, parts.line, LineSet.plain(0 * wanting.first, wanting.first[:0]))
+        no_holders = LineSet(0 * wanting.first, wanting.first[:0])
+        return Fan(passed, wanting, parts.line, no_holders, passed.source)
 
     def parts(self) -> Transfers:
         """What every relay is responsible for, of all ranks."""
@@ -132,7 +127,7 @@ class Flow:
         if len(cells.size):
             here = np.full(len(cells.size), rank, dtype=np.int64)
             runs = Runs.whole(cells.size * len(self.stack.names))
-            yield Transfers(cells, runs, here, here, here * 0, here * 0, here * 0, 0)
+            yield Transfers(cells, runs, here, here, here * 0, here * 0)
 
     def _cut(self, cells: Cells) -> Transfers:
         """Cut cells where slots of senders begin, then where slots of relays begin.
@@ -145,12 +140,10 @@ class Flow:
         if not self.stack.adds:
             runs, _, slot = runs.split(self.sending, cells.send_line, cells.send_at * times, unit)
             source = self.sending.ranks[slot]
-        runs, old, slot = runs.split(
-            self.receiving, cells.receive_line, cells.receive_at * times, unit
-        )
-        ends = (cells.send_line[runs.cell], cells.receive_line[runs.cell])
+        lines = cells.receive_line
+        runs, old, slot = runs.split(self.receiving, lines, cells.receive_at * times, unit)
         relay, part = self.receiving.ranks[slot], np.arange(len(slot))
-        return Transfers(cells, runs, source[old], relay, *ends, part, 0)
+        return Transfers(cells, runs, source[old], relay, lines[runs.cell], part)
 
     def accumulated(self) -> Transfers:
         """The parts in which ranks add up addends: relays, or all that want the value."""
@@ -167,7 +160,7 @@ def flows_of(stacks: Sequence[Stack], world: Ints, listed: bool) -> list[Flow]:
     parts: list[tuple[Stack, Geometry]] = []
     for stack in stacks:
         regular = None if listed else regular_geometry(stack)
-        if regular is not None and not regular.covered:
+        if regular is not None and not regular.is_covered:
             raise_uncovered(stack)
         parts += [(stack, one) for one in ([regular] if regular else listed_geometries(stack))]
     grain, ranks = grain_of(parts), Loads.none(world)
@@ -182,7 +175,7 @@ def flows_of(stacks: Sequence[Stack], world: Ints, listed: bool) -> list[Flow]:
 
 def grain_of(parts: Parts) -> int:
     """The smallest share worth cutting: small next to what a sender has to send anyway."""
-    total = sum(int(g.senders.amounts.sum()) * len(s.names) * s.itemsize for s, g in parts)
+    total = sum(int(g.send_amounts.sum()) * len(s.names) * s.itemsize for s, g in parts)
     senders = max((len(g.senders.members) for _, g in parts), default=1)
     return min(max(total // max(senders, 1) // 128, 1), SMALL)
 
@@ -192,25 +185,26 @@ def share_plainly(parts: Parts, passes: bool, ranks: Loads, grain: int) -> list[
     jobs: list[Job] = []
     for stack, geometry in parts:
         lines, some = geometry.receivers if passes else geometry.senders, None
-        lines = LineSet(lines.amounts * len(stack.names), lines.first, lines.members)
+        amounts = geometry.receive_amounts if passes else geometry.send_amounts
         if passes and geometry.kinds is not None:
-            some = lacking(geometry, geometry.kinds.held, geometry.wanting)
-        jobs.append((lines, some, stack.itemsize, lines.counts - 1 if passes else 1))
+            some = lacking(geometry, geometry.kinds.holders, geometry.wanting)
+        times = lines.counts - 1 if passes else 1
+        jobs.append(Job(lines, amounts * len(stack.names), some, stack.itemsize, times))
     return share_slots(jobs, ranks, grain)
 
 
-def lacking(geometry: Geometry, held: LineSet, wanting: LineSet) -> Mask:
+def lacking(geometry: Geometry, holders: LineSet, wanting: LineSet) -> Mask:
     """The members of lines that do not hold all of their line; all members where all hold it.
 
     Given those that hold what they want, by kind, and all that want it: ranks, or hosts.
     """
     assert geometry.kinds is not None
-    sizes = np.bincount(geometry.kinds.of, geometry.all().size, len(held.counts))
-    some = np.flatnonzero(sizes[held.line_of])
-    of = held.line_of[some]
-    at = wanting.find(geometry.kinds.receive[of], held.members[some])
+    sizes = np.bincount(geometry.kinds.of, geometry.all().size, len(holders.counts))
+    some = np.flatnonzero(sizes[holders.line_of])
+    of = holders.line_of[some]
+    at = wanting.find(geometry.kinds.receive[of], holders.members[some])
     has = np.bincount(at, sizes[of], len(wanting.members))
-    lacks: Mask = has < geometry.wanting.amounts[wanting.line_of]
+    lacks: Mask = has < geometry.receive_amounts[wanting.line_of]
     all_hold: Mask = np.bincount(wanting.line_of, lacks, len(wanting.counts)) == 0
     return lacks | all_hold[wanting.line_of]
 
@@ -220,30 +214,29 @@ def _with_direct(flows: list[Flow]) -> list[Flow]:
 
     Addends are passed on as a sum, which is less, unless they are two: then it is the same.
     """
-    chosen: dict[int, Flow] = {}
+    direct: dict[int, Flow] = {}
     for at, flow in enumerate(flows):
         geometry = flow.geometry
         if geometry.listed and flow.most > 1:
             rows = int(geometry.wanting.counts[flow.parts().line].sum())
             if rows * geometry.num_addends <= MAX_DIRECT_ROWS:
-                chosen[at] = replace(flow, direct=True)
-    sent = {at: _sent(flow) for at, flow in chosen.items()}
+                direct[at] = replace(flow, direct=True)
+    sent = {at: _sent(flow) for at, flow in direct.items()}
     small = sum(int(each.max(initial=0)) for each in sent.values()) <= MAX_DIRECT
-    for at, direct in sent.items():
-        if not small or flows[at].stack.adds:
-            passing = _sent(flows[at])
-            more = direct.sum() > passing.sum()
-            if more or direct.max(initial=0) > passing.max(initial=0):
+    for at, flow in direct.items():
+        if not small or flow.stack.adds:
+            passed_on = _sent(flows[at])
+            if sent[at].sum() > passed_on.sum() or sent[at].max() > passed_on.max():
                 continue
-        flows[at] = chosen[at]
+        flows[at] = flow
     return flows
 
 
 def _sent(flow: Flow) -> Ints:
+    """The bytes that each rank sends."""
     ranks = np.append(flow.geometry.senders.members, flow.geometry.wanting.members)
-    found = np.zeros(int(ranks.max(initial=0)) + 1, dtype=np.int64)
+    total = np.zeros(int(ranks.max(initial=0)) + 1, dtype=np.int64)
     for stream in flow.streams():
         sizes = stream.rows.sizes * flow.stack.itemsize_at(stream.rows.hop)
-        for ranks, num_bytes in stream.sent(sizes):
-            np.add.at(found, ranks, num_bytes)
-    return found
+        np.add.at(total, *stream.sent(sizes))
+    return total

@@ -1,15 +1,13 @@
 """Plans with a topology: each byte enters a host once, and hosts share the work before ranks do.
 
-How a part reaches all ranks that lack it:
-
-- The relay gets the part from its sender, unless it holds it, and passes it on to an entry rank on
-  every other host where no rank holds it, and to the other ranks of its own host.
-- On a host where some rank holds the part, one of these serves the entry rank; the relay's too.
+- The relay of a part gets it from its sender, unless it holds it, and passes it on to an entry rank
+  on every other host where no rank holds it, and to the other ranks of its own host.
+- On a host where some rank holds the part, one of these serves the entry rank.
 - An entry rank passes the part on to the other ranks of its host.
 
-So a byte enters a host once, and not at all where it is held. Sending and passing on are shared
-over hosts, which have links of their own, then over the ranks of each host; only what must enter
-some host counts for its holders, because everything else is sent by a rank of the same host.
+Sending and passing on are shared over hosts, which have links of their own, then over the ranks of
+each host. Only what must enter some host counts for its holders: everything else is sent by a rank
+of the same host.
 """
 
 from __future__ import annotations
@@ -32,10 +30,10 @@ from reshard.planning.cells.listed import (
     Stations,
     listed_geometries,
 )
-from reshard.planning.cells.transfers import AnyRows, Fan, HostFan, Mask, Transfers
+from reshard.planning.cells.transfers import AnyRows, Fan, HostFan, Transfers
 from reshard.planning.classes import Stack
 from reshard.planning.flows import AT_ONCE, Flow, grain_of, lacking, share_plainly
-from reshard.planning.sharing import Job, LineSet, Loads, Slots, repeated, share, share_slots
+from reshard.planning.sharing import Job, LineSet, Loads, Mask, Slots, repeated, share, share_slots
 
 HostJob = tuple[Stack, ListedGeometry, HostLines]
 IN_BALANCE = 1.1  # how far above the mean a rank may be that passes on
@@ -75,9 +73,9 @@ class HostFlow(Flow):
             yield from self._deliver(at, self._relays.station[at], None)
         for size in distinct(self.wanting.counts).tolist():
             yield from self._entering(size)
-        held, lacking = self.holding.counts[self.hosts.held_at], self.hosts.lacking.counts
-        span = int(held.max(initial=0)) + 1
-        for sizes in distinct((lacking * span + held)[lacking > 0]).tolist():
+        holders, lacking = self.holding.counts[self.hosts.held_at], self.hosts.lacking.counts
+        span = int(holders.max(initial=0)) + 1
+        for sizes in distinct((lacking * span + holders)[lacking > 0]).tolist():
             yield from self._inside(sizes % span, sizes // span)
 
     def everything(self) -> Iterator[Transfers]:
@@ -107,16 +105,16 @@ class HostFlow(Flow):
         """For each part the first station, from its relay's on, where no rank holds it."""
         parts, station = self.parts(), self._relays.station
         begin, end = self.wanting.lines.first[parts.line], self.wanting.lines.first[parts.line + 1]
-        kind, held = self._relays.kind, self.hosts.after_held
+        kind, after_held = self._relays.kind, np.append(self.hosts.after_held, 0)
         # Once more for those that came to the end of their line and begin anew.
         for _ in range(2):
             at = self.hosts.common.find(kind, self.wanting.lines.members[station])
-            after = np.where(at >= 0, np.append(held, 0)[at], station)
+            after = np.where(at >= 0, after_held[at], station)
             station = np.where(after == end, begin, after)
         return station
 
     def _entering(self, size: int) -> Iterator[Fan | HostFan]:
-        """What enters the stations of so many ranks where nobody holds it, but for the relay's own.
+        """What enters stations of so many ranks where no rank holds it, but for the relay's own.
 
         A part enters at the rank that has its relay's place, modulo the ranks of the station. So
         relays with equal places send to the same entry ranks.
@@ -132,17 +130,17 @@ class HostFlow(Flow):
         )
         mine = np.flatnonzero(contained(parts.line, lines))
         line = np.searchsorted(lines, parts.line[mine]) * size + turn[mine] % size
-        kind, held = self._held_entries(mine, size)
+        kind, holders = self._held_entries(mine, size)
         own = wanting.counts[self._relays.station[mine]] == size
         entry = wanting.first[self._relays.station[mine]] + turn[mine] % np.where(own, size, 1)
-        apart = np.where(own & ~relays.host_holds[mine], wanting.members[entry], -1)
+        left_out = np.where(own & ~relays.host_holds[mine], wanting.members[entry], -1)
         again = wanting.counts[self._first_needy[mine]] != size
         way = np.where(relays.holds[mine], again, 2)
         for hop, which in ((0, 0), (0, 1), (1, 2)):
             some = np.flatnonzero(way == which)
             rows = replace(parts.take(mine[some]), line=line[some], hop=hop, again=which == 1)
             rows = replace(rows, source=rows.destination)
-            fan = Fan(rows, entries, kind[some], held, apart[some])
+            fan = Fan(rows, entries, kind[some], holders, left_out[some])
             if fan.served.any():
                 yield fan
                 if size > 1:
@@ -150,7 +148,7 @@ class HostFlow(Flow):
 
     def _held_entries(self, mine: Ints, size: int) -> tuple[Ints, LineSet]:
         """For each of some parts a kind, and for each kind the ranks at which it would enter
-        stations of so many ranks, if nobody there held it."""
+        stations of so many ranks, if no rank there held it."""
         wanting, hosts, relays = self.wanting, self.hosts, self._relays
         keys, kind = numbered(relays.kind[mine] * size + relays.turn[mine] % size)
         row, at = repeated(hosts.common.first, keys // size)
@@ -165,7 +163,7 @@ class HostFlow(Flow):
         hosts, holding, lacking = self.hosts, self.holding, self.hosts.lacking
         kind, place = self._relays.kind, self._relays.turn
         period, counts = math.lcm(holders, lackers), holding.counts[hosts.held_at]
-        every = LineSet.plain(hosts.common.first, np.arange(len(hosts.held_at)))
+        every = LineSet(hosts.common.first, np.arange(len(hosts.held_at)))
         pairs = every.only((counts == holders) & (lacking.counts == lackers))
         mine = np.flatnonzero(pairs.counts[kind])
         keys, line = numbered(kind[mine] * period + place[mine] % period)
@@ -177,10 +175,10 @@ class HostFlow(Flow):
         own = hosts.common.find(kind[mine], self.wanting.lines.members[self._relays.station[mine]])
         here = (own >= 0) & (counts[own] == holders) & (lacking.counts[own] == lackers)
         entry = lacking.first[own] + place[mine] % np.where(here, lackers, 1)
-        apart = np.where(here, lacking.members[np.where(here, entry, 0)], -1)
+        left_out = np.where(here, lacking.members[np.where(here, entry, 0)], -1)
         rows = replace(self.parts().take(mine), line=line)
-        nobody = LineSet.plain(0 * entries.first, entries.members[:0])
-        fan = Fan(rows, entries, line, nobody, apart)
+        no_holders = LineSet(0 * entries.first, entries.members[:0])
+        fan = Fan(rows, entries, line, no_holders, left_out)
         if fan.served.any():
             feeder = holding.members[holding.first[hosts.held_at[pair]] + turn % holders]
             yield HostFan(fan, feeder, entries.members[:, None], 0)
@@ -192,70 +190,58 @@ class HostFlow(Flow):
     def _pairs_of(self, rank: int) -> tuple[Ints, Ints]:
         """The parts and the stations that a rank has to do with, in the order of the parts."""
         parts, here = self.parts(), int(self.home(np.array([rank]))[0])
-        wanted = self.wanting.lines.find(parts.line, np.full(len(parts), here))
-        rows = [np.flatnonzero(wanted >= 0)]
-        stations = [wanted[rows[0]]]
-        plain = np.flatnonzero((parts.source == rank) & ~self._relays.host_holds)
-        plain = plain[self.wanting.lines.members[self._relays.station[plain]] != here]
-        rows.append(plain)
-        stations.append(self._relays.station[plain])
-        chosen = np.flatnonzero(parts.destination == rank)
-        row, station = repeated(self.wanting.lines.first, parts.line[chosen])
-        away = np.flatnonzero(self.wanting.lines.members[station] != here)
-        rows.append(chosen[row[away]])
-        stations.append(station[away])
-        row = np.concatenate(rows)
-        order = np.argsort(row, kind="stable")
-        return row[order], np.concatenate(stations)[order]
+        lines, relay_station = self.wanting.lines, self._relays.station
+        wanted = lines.find(parts.line, np.full(len(parts), here))
+        inside = np.flatnonzero(wanted >= 0)
+        direct = np.flatnonzero((parts.source == rank) & ~self._relays.host_holds)
+        direct = direct[lines.members[relay_station[direct]] != here]
+        relayed = np.flatnonzero(parts.destination == rank)
+        row, station = repeated(lines.first, parts.line[relayed])
+        away = np.flatnonzero(lines.members[station] != here)
+        rows = np.concatenate([inside, direct, relayed[row[away]]])
+        stations = np.concatenate([wanted[inside], relay_station[direct], station[away]])
+        order = np.argsort(rows, kind="stable")
+        return rows[order], stations[order]
 
     def _deliver(self, at: Ints, station: Ints, rank: int | None) -> Iterator[Transfers]:
         """The rows by which parts reach the ranks of stations; those of one rank, if given."""
         if not len(at):
             return
-        parts, send = self.parts(), self.parts().send_line
-        held = self.holding.lines.find(send[at], self.wanting.lines.members[station])
-        pair, member = repeated(self.wanting.first, station)
-        member = self.wanting.members[member]
-        some = np.flatnonzero(held[pair] >= 0)
+        parts, holding, send = self.parts(), self.holding, self.parts().send_line[at]
+        station_held = holding.lines.find(send, self.wanting.lines.members[station])
+        pair, entry = repeated(self.wanting.first, station)
+        member = self.wanting.members[entry]
+        some = np.flatnonzero(station_held[pair] >= 0)
         lacks = np.ones(len(pair), dtype=bool)
-        lacks[some] = self.geometry.senders.find(send[at[pair[some]]], member[some]) < 0
+        lacks[some] = self.geometry.senders.find(send[pair[some]], member[some]) < 0
         pair, member = pair[lacks], member[lacks]
-        feeder, hop, enters, first = self._feeders(at, station, held, pair, member)
+        # Which rank sends to the station, at which hop.
+        relay, turn, ready = parts.destination[at], self._relays.turn[at], self._relays.holds[at]
+        own = self._relays.station[at] == station
+        inside = np.maximum(station_held, 0)
+        local = holding.members[holding.first[inside] + turn % holding.counts[inside]]
+        outside = np.where(own, parts.source[at], relay)
+        feeder = np.where(station_held >= 0, np.where(own & ready, relay, local), outside)
+        hop = np.where((station_held >= 0) | own | ready, 0, 1)
+        # Which lacking rank of the station it sends to; that rank passes the part on to the others.
+        count = np.bincount(pair, minlength=len(at))
+        number = np.arange(len(pair)) - np.repeat(np.cumsum(count) - count, count)
+        in_turn = number == (turn % np.maximum(count, 1))[pair]
+        enters = np.where(own[pair], member == relay[pair], in_turn)
         entry = np.full(len(at), -1, dtype=np.int64)
         entry[pair[enters]] = member[enters]
         fed = enters | (entry[pair] < 0)
-        source = np.where(fed, feeder[pair], entry[pair])
-        hop = hop[pair] + ~fed
-        again = (hop == 0) & ~first
-        mine = (source == rank) | (member == rank) | (rank is None)
-        for number, repeats in product(range(3), (False, True)):
-            rows = np.flatnonzero(mine & (hop == number) & (again == repeats))
-            if len(rows):
-                moved = replace(parts.take(at[pair[rows]]), hop=number, again=repeats)
-                yield replace(moved, source=source[rows], destination=member[rows])
-
-    def _feeders(
-        self, at: Ints, station: Ints, held: Ints, pair: Ints, member: Ints
-    ) -> tuple[Ints, Ints, Ints, Ints]:
-        """Who sends a part to a station, at which hop; and for every lacking member of it, whether
-        it is the entry rank, and whether its copy is the first that leaves a source rank."""
-        parts, turn, ready = self.parts(), self._relays.turn[at], self._relays.holds[at]
-        relay, own = parts.destination[at], self._relays.station[at] == station
-        count = np.bincount(pair, minlength=len(at))
-        number = np.arange(len(pair)) - np.repeat(np.cumsum(count) - count, count)
-        chosen = number == (turn % np.maximum(count, 1))[pair]
-        enters = np.where(own[pair], member == relay[pair], chosen)
-        inside = np.maximum(held, 0)
-        place = self.holding.first[inside] + turn % self.holding.counts[inside]
-        local = self.holding.members[place]
-        holds = own & ready
-        outside = np.where(own, parts.source[at], relay)
-        feeder = np.where(held >= 0, np.where(holds, relay, local), outside)
-        hop = np.where((held >= 0) | own | ready, 0, 1)
+        source, hop = np.where(fed, feeder[pair], entry[pair]), hop[pair] + ~fed
+        # Which copies are the first that leave a source rank.
         begins = station == self._first_needy[at] if ready.any() else own
-        once = np.where(holds[pair], number == 0, enters)
-        first = np.where(held[pair] >= 0, once, begins[pair])
-        return feeder, hop, enters, first
+        once = np.where((own & ready)[pair], number == 0, enters)
+        again = (hop == 0) & ~np.where(station_held[pair] >= 0, once, begins[pair])
+        mine = (source == rank) | (member == rank) | (rank is None)
+        for number_of_hop, repeats in product(range(3), (False, True)):
+            rows = np.flatnonzero(mine & (hop == number_of_hop) & (again == repeats))
+            if len(rows):
+                moved = replace(parts.take(at[pair[rows]]), hop=number_of_hop, again=repeats)
+                yield replace(moved, source=source[rows], destination=member[rows])
 
 
 def host_flows(stacks: Sequence[Stack], world: Ints, home: Home) -> list[Flow]:
@@ -302,28 +288,26 @@ def _pass_on(
     sent, before = loads.loads.copy(), ranks.loads.copy()
     # A host that should send less than others counts as one that has sent the difference.
     loads.loads[num > 0] += (aims.max(initial=0) - aims).astype(np.int64)[num > 0]
-    found = _share_over_hosts(parts, True, loads, ranks, grain)
+    over_hosts = _share_over_hosts(parts, True, loads, ranks, grain)
     relayed = (ranks.loads - before)[wanting]
     if relayed.max(initial=0) <= IN_BALANCE * relayed.sum() / max(len(relayed), 1):
-        return found
+        return over_hosts
     each = aims / np.maximum(num, 1)
     less = np.zeros_like(before)
     less[wanting] = (each.max() - each)[host]
     alike = Loads(ranks.ranks, less.copy())
-    shared = _share_over_ranks(parts, alike, grain)
-    relayed = (alike.loads - less)[wanting]
-    sent += np.bincount(host, relayed, len(num)).astype(np.int64)
-    return shared if sent[num > 0].max() <= NEARLY * most else found
+    over_ranks = _share_over_ranks(parts, alike, grain)
+    sent += np.bincount(host, (alike.loads - less)[wanting], len(num)).astype(np.int64)
+    return over_ranks if sent[num > 0].max() <= NEARLY * most else over_hosts
 
 
 def _share_over_ranks(parts: Sequence[HostJob], ranks: Loads, grain: int) -> list[Slots]:
     """Share the passing on of every line over its ranks, wherever they are."""
     jobs: list[Job] = []
     for stack, geometry, hosts in parts:
-        stations, amounts = hosts.wanting, geometry.receivers.amounts * len(stack.names)
-        lines = LineSet(amounts, geometry.receivers.first, stations.members)
+        stations, amounts = hosts.wanting, geometry.receive_amounts * len(stack.names)
         some = np.repeat(lacking(geometry, hosts.common, stations.lines), stations.counts)
-        jobs.append((lines, some, stack.itemsize, stations.lines.counts - 1))
+        jobs.append(Job(stations.whole, amounts, some, stack.itemsize, stations.lines.counts - 1))
     return share_slots(jobs, ranks, grain)
 
 
@@ -333,9 +317,11 @@ def _aims(parts: Sequence[HostJob], loads: Loads, num: Ints) -> tuple[NDArray[np
     received, total = np.zeros(len(num)), int(loads.loads[num > 0].sum())
     for stack, geometry, hosts in parts:
         itemsize, wanting = stack.itemsize * len(stack.names), hosts.wanting.lines
-        amounts = geometry.receivers.amounts * itemsize
-        held = np.bincount(hosts.kinds.of, geometry.cells.size, len(hosts.common.counts)) * itemsize
-        for lines, sizes in ((wanting, amounts), (hosts.common, -held)):
+        amounts = geometry.receive_amounts * itemsize
+        saved = (
+            np.bincount(hosts.kinds.of, geometry.cells.size, len(hosts.common.counts)) * itemsize
+        )
+        for lines, sizes in ((wanting, amounts), (hosts.common, -saved)):
             at = loads.find(lines.members)
             received += np.bincount(at, sizes[lines.line_of], len(received))
         total += int(amounts @ np.maximum(wanting.counts - 1, 1))
@@ -349,49 +335,44 @@ def _aims(parts: Sequence[HostJob], loads: Loads, num: Ints) -> tuple[NDArray[np
 
 
 def _share_over_hosts(
-    parts: Sequence[HostJob],
-    passes: bool,
-    loads: Loads,
-    ranks: Loads,
-    grain: int,
+    parts: Sequence[HostJob], passes: bool, loads: Loads, ranks: Loads, grain: int
 ) -> list[Slots]:
     """Share the sending, or the passing on, of every line over hosts, then over their ranks.
 
-    Who passes on sends its share to every other host and to every other rank of its own.
+    A rank that passes on sends its share to every other host and to every other rank of its own.
     """
-    whole, jobs, inside = [], list[Job](), list[Job]()
-    for stack, geometry, hosts in parts:
-        lines, some = geometry.receivers if passes else geometry.senders, None
-        stations = hosts.wanting if passes else hosts.holding
-        if passes:
-            some = lacking(geometry, hosts.common, stations.lines)
-        amounts = lines.amounts * len(stack.names)
-        times = stations.lines.counts - 1 if passes else 1
-        whole.append(LineSet(amounts, lines.first, stations.members))
-        sets = replace(stations.lines, amounts=amounts)
-        jobs.append((sets, some, stack.itemsize, times))
-    for (stack, _, hosts), given in zip(parts, share(jobs, loads, grain), strict=True):
-        stations = hosts.wanting if passes else hosts.holding
+    jobs, inside = list[Job](), list[Job]()
+    sides = [hosts.wanting if passes else hosts.holding for *_, hosts in parts]
+    for (stack, geometry, hosts), stations in zip(parts, sides, strict=True):
+        lines = stations.lines
+        some = lacking(geometry, hosts.common, lines) if passes else None
+        amounts = geometry.receive_amounts if passes else geometry.send_amounts
+        times = lines.counts - 1 if passes else 1
+        jobs.append(Job(lines, amounts * len(stack.names), some, stack.itemsize, times))
+    for stations, job, amounts in zip(sides, jobs, share(jobs, loads, grain), strict=True):
         others = stations.lines.counts[stations.lines.line_of] - 1 + stations.counts - 1
-        sets = LineSet(given, stations.first, stations.members)
-        inside.append((sets, None, stack.itemsize, others if passes else 1))
-    return [*map(Slots.of, whole, share(inside, ranks, grain))]
+        inside.append(Job(stations, amounts, None, job.itemsize, others if passes else 1))
+    shares = share(inside, ranks, grain)
+    return [
+        Slots.of(stations.whole, job.amounts, each)
+        for stations, job, each in zip(sides, jobs, shares, strict=True)
+    ]
 
 
 def _entering_only(geometry: ListedGeometry, hosts: HostLines) -> ListedGeometry:
     """The same cells, of which only those that must enter some host count for their senders."""
     cells = geometry.cells
     enters = hosts.common.counts[hosts.kinds.of] < hosts.wanting.lines.counts[cells.receive_line]
-    senders, send_at = geometry.senders.laid_out(cells.send_line, cells.size * enters)
-    return replace(geometry, cells=replace(cells, send_at=send_at), senders=senders)
+    amounts, send_at = geometry.senders.lay_out(cells.send_line, cells.size * enters)
+    return replace(geometry, cells=replace(cells, send_at=send_at), send_amounts=amounts)
 
 
 def _add_local(ranks: Loads, stack: Stack, geometry: ListedGeometry, hosts: HostLines) -> None:
     """What ranks send inside their host: cells that a rank of it holds and another one lacks."""
     served = hosts.lacking.counts > 0
     cell, at = repeated(hosts.common.first, hosts.kinds.of)
-    cell, held = cell[served[at]], hosts.held_at[at[served[at]]]
-    row, member = repeated(hosts.holding.first, held)
+    cell, station = cell[served[at]], hosts.held_at[at[served[at]]]
+    row, member = repeated(hosts.holding.first, station)
     sizes = geometry.cells.size[cell] * len(stack.names) * stack.itemsize
-    each = sizes // hosts.holding.counts[held]
+    each = sizes // hosts.holding.counts[station]
     np.add.at(ranks.loads, ranks.find(hosts.holding.members[member]), each[row])

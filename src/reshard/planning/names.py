@@ -10,9 +10,7 @@
 
 A key names destination tensors; ``{i}`` stands for digits and means the same in the source. Names
 without an entry come from the source tensor of the same name. One source may feed several names.
-
-The same mapping is a table in TOML, in a file of its own (``--names``) or as ``[names]`` of a rules
-file, and in JSON as the ``"names"`` of a saved plan:
+The same mapping is a table in TOML (``--names``, or ``[names]`` of a rules file) and in JSON:
 
 "layers.{i}.qkv.bias" = { join = "layers.{i}.{part}.bias", rows = { q = 512, k = 128 } }
 "embed.weight"        = { take = "tok_embeddings.weight", pad = { 0 = 128512 } }
@@ -31,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias, TypeGuard
 
 from reshard.errors import FormatError, PlanError, ReshardError, require_type
 from reshard.text import quoted
@@ -86,15 +84,20 @@ def take(
     Take(name='embed', crop=(), index=(), pad=((0, 128512),))
     """
     advice = "give a dict by dim, as crop={0: (0, 4)}, index={0: 3} or pad={0: 16}"
-    for what, by_dim in (("crop=", crop), ("index=", index), ("pad=", pad)):
+    options: dict[str, Any] = {"crop=": crop, "index=": index, "pad=": pad}
+    for what, by_dim in options.items():
         require_type({} if by_dim is None else by_dim, Mapping, what, advice)
-    for part in (crop or {}).values():
-        require_type(part, Sequence, "crop=", advice)
-        if len(part) != 2:
-            raise PlanError(f"crop= got {part}: give a start and a stop, as crop={{0: (0, 4)}}")
-    crops = tuple(sorted((dim, (lo, hi)) for dim, (lo, hi) in (crop or {}).items()))
-    one, longer = (tuple(sorted((by_dim or {}).items())) for by_dim in (index, pad))
-    return Take(name, crops, one, longer)
+        for dim, numbers in (by_dim or {}).items():
+            numbers = numbers if what == "crop=" else [numbers]
+            require_type(numbers, Sequence, what, advice)
+            for number in (dim, *numbers):
+                require_type(number, SupportsIndex, what, advice)
+    for limits in (crop or {}).values():
+        if len(limits) != 2:
+            raise PlanError(f"crop= got {limits}: give a start and a stop, as crop={{0: (0, 4)}}")
+    ranges = sorted((dim, (low, high)) for dim, (low, high) in (crop or {}).items())
+    sizes = (tuple(sorted((by_dim or {}).items())) for by_dim in (index, pad))
+    return Take(name, tuple(ranges), *sizes)
 
 
 def join(*names: str, dim: int = 0, source: str = "{part}", **rows: int) -> Source:
@@ -107,6 +110,7 @@ def join(*names: str, dim: int = 0, source: str = "{part}", **rows: int) -> Sour
     """
     if bool(names) == bool(rows):
         raise PlanError("join takes names, or parts with rows such as q=512, k=128: give one kind")
+    require_type(dim, SupportsIndex, "dim=", "give the number of a dim, as dim=0")
     if names:
         return Join(names, dim)
     if any(not isinstance(count, int) or count < 1 for count in rows.values()):
@@ -116,11 +120,12 @@ def join(*names: str, dim: int = 0, source: str = "{part}", **rows: int) -> Sour
 
 def stack(*names: str, dim: int = 0) -> Source:
     """Equal sources stacked along a new dim; one name with a free ``{e}`` counts from 0."""
+    require_type(dim, SupportsIndex, "dim=", "give the number of a dim, as dim=0")
     return Stacked(names, dim)
 
 
 Segments: TypeAlias = tuple[tuple[int, int, int], ...]
-"""Runs of one dim: where each starts in the source, where in the destination, how long it is."""
+"""Runs of one dim: the start of each in the source, its start in the destination, its length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,26 +142,23 @@ class Feed:
 
 
 def placeholders(template: str) -> tuple[str, ...]:
-    """The names in braces, in order; one that appears twice is listed twice."""
+    """The names in braces, in order, with repetitions."""
     return tuple(_PLACEHOLDER.findall(template))
 
 
 def fill_in(template: str, values: Mapping[str, str]) -> str:
     """The template with values for some placeholders."""
-    return _PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), template)
+    return _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), template)
 
 
 @lru_cache(maxsize=4096)
 def template_regex(template: str) -> re.Pattern[str]:
     """A regular expression that captures the digits; a repeated placeholder repeats its digits."""
-    seen: set[str] = set()
-    parts = []
-    for at, text in enumerate(_PLACEHOLDER.split(template)):
-        if at % 2 == 0:
-            parts.append(re.escape(text))
-        else:
-            parts.append(rf"(?P={text})" if text in seen else rf"(?P<{text}>\d+)")
-            seen.add(text)
+    pieces = _PLACEHOLDER.split(template)
+    parts = [re.escape(text) for text in pieces]
+    for at, name in enumerate(pieces):
+        if at % 2:
+            parts[at] = rf"(?P={name})" if name in pieces[1:at:2] else rf"(?P<{name}>\d+)"
     return re.compile("".join(parts))
 
 
@@ -197,42 +199,30 @@ def table_of(names: Names) -> dict[str, Any]:
     >>> table_of({"a": Stacked(("b", "c"), 1), "d": take("e", crop={0: (0, 4)})})
     {'a': {'stack': ['b', 'c'], 'dim': 1}, 'd': {'take': 'e', 'crop': {'0': [0, 4]}}}
     """
-    table: dict[str, Any] = {}
-    for key, source in names.items():
-        match source:
-            case Take(name, crop, index, pad):
-                parts = {
-                    "crop": {str(dim): list(limits) for dim, limits in crop},
-                    "index": {str(dim): at for dim, at in index},
-                    "pad": {str(dim): size for dim, size in pad},
-                }
-                table[key] = {"take": name, **{what: part for what, part in parts.items() if part}}
-            case Join(parts_of, dim, rows):
-                more = {} if rows is None else {"rows": list(rows)}
-                table[key] = {"join": list(parts_of), "dim": dim, **more}
-            case Stacked(parts_of, dim):
-                table[key] = {"stack": list(parts_of), "dim": dim}
-            case _:
-                table[key] = source
-    return table
+    return {name: _table_of_source(source) for name, source in names.items()}
+
+
+def _table_of_source(source: Source) -> Any:
+    match source:
+        case Take(name, crop, index, pad):
+            parts = {
+                "crop": {str(dim): list(limits) for dim, limits in crop},
+                "index": {str(dim): at for dim, at in index},
+                "pad": {str(dim): size for dim, size in pad},
+            }
+            return {"take": name, **{what: part for what, part in parts.items() if part}}
+        case Join(parts, dim, rows):
+            more = {} if rows is None else {"rows": list(rows)}
+            return {"join": list(parts), "dim": dim, **more}
+        case Stacked(parts, dim):
+            return {"stack": list(parts), "dim": dim}
+    return source
 
 
 def _read_source(name: str, value: object) -> Source:
     match value:
         case str():
             return value
-        case {"join": str(source), "rows": dict(rows), **rest} if _counts([*rows.values()]):
-            parts = tuple(source.replace("{part}", part) for part in rows)
-            return Join(parts, _dim(name, rest), tuple(rows.values()))
-        case {"join": list(parts), "rows": list(rows), **rest} if _texts(parts) and _counts(rows):
-            if len(parts) == len(rows):
-                return Join(tuple(parts), _dim(name, rest), tuple(rows))
-        case {"join": list(parts), **rest} if _texts(parts) and rest.get("rows") is None:
-            return Join(tuple(parts), _dim(name, rest))
-        case {"stack": str(part), **rest}:
-            return stack(part, dim=_dim(name, rest))
-        case {"stack": list(parts), **rest} if _texts(parts):
-            return stack(*parts, dim=_dim(name, rest))
         case {"take": str(part), **rest} if set(rest) <= {"crop", "index", "pad"}:
             return take(
                 part,
@@ -240,6 +230,18 @@ def _read_source(name: str, value: object) -> Source:
                 index=_by_dim(name, rest.get("index", {}), _number),
                 pad=_by_dim(name, rest.get("pad", {}), _number),
             )
+        case {"join": parts, **rest}:
+            rows = rest.pop("rows", None)
+            if isinstance(parts, str) and isinstance(rows, dict):
+                parts, rows = [parts.replace("{part}", part) for part in rows], [*rows.values()]
+            if _are_texts(parts) and rows is None:
+                return Join(tuple(parts), _dim(name, rest))
+            if _are_texts(parts) and _are_counts(rows) and len(parts) == len(rows):
+                return Join(tuple(parts), _dim(name, rest), tuple(rows))
+        case {"stack": parts, **rest}:
+            parts = [parts] if isinstance(parts, str) else parts
+            if _are_texts(parts):
+                return Stacked(tuple(parts), _dim(name, rest))
     raise FormatError(
         f"{quoted(name)} in the names: give a name, or a table with join (and rows above 0), stack "
         "or take"
@@ -248,22 +250,17 @@ def _read_source(name: str, value: object) -> Source:
 
 def _dim(name: str, rest: Mapping[Any, object]) -> int:
     dim = _number(rest.get("dim", 0))
-    if set(rest) - {"dim", "rows"} or dim is None:
+    if set(rest) - {"dim"} or dim is None:
         raise FormatError(f"{quoted(name)} in the names: beside join or stack only dim is known")
     return dim
 
 
 def _by_dim(name: str, table: object, read: Callable[[object], Any]) -> dict[int, Any]:
-    """A table from dims to numbers or ranges; its keys are text, in TOML as in JSON.
-
-    Plans saved by version 0.1 have lists instead: ``[[dim, start, stop]]`` or ``[[dim, number]]``.
-    """
-    if isinstance(table, list) and all(isinstance(row, list) and len(row) > 1 for row in table):
-        table = {str(dim): rest if len(rest) > 1 else rest[0] for dim, *rest in table}
+    """A table from dims to numbers or ranges; its keys are text, in TOML as in JSON."""
     if isinstance(table, dict) and all(key.isascii() and key.isdigit() for key in table):
-        found = {int(key): read(value) for key, value in table.items()}
-        if None not in found.values():
-            return found
+        by_dim = {int(key): read(value) for key, value in table.items()}
+        if None not in by_dim.values():
+            return by_dim
     raise FormatError(f"{quoted(name)} in the names: expected dims with numbers, as {{ 0 = 128 }}")
 
 
@@ -281,9 +278,9 @@ def _range(value: object) -> tuple[int, int] | None:
     return None
 
 
-def _counts(values: list[object]) -> bool:
-    return bool(values) and all((_number(value) or 0) > 0 for value in values)
+def _are_counts(values: object) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all((_number(value) or 0) > 0 for value in values)
 
 
-def _texts(values: list[object]) -> bool:
-    return bool(values) and all(isinstance(value, str) for value in values)
+def _are_texts(values: object) -> TypeGuard[list[str]]:
+    return isinstance(values, list) and values != [] and all(isinstance(v, str) for v in values)

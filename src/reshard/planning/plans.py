@@ -55,9 +55,6 @@ DEFAULT_MEMORY = 256 << 20
 MAX_KEPT = 16  # how many ranks' parts a plan keeps, for executors that ask more than once
 SCHEMA = "reshard.plan/1"
 MAX_TEXT = 1 << 30
-_UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What reading data of a wrong kind may raise."""
-
 ONE = "tensor"  # the name of the tensor in a plan for one tensor
 
 
@@ -81,10 +78,9 @@ class RunOptions(TypedDict, total=False):
 
 
 class Handle(Protocol):
-    """A move in flight."""
+    """A move in flight; ``report`` is the `RunReport` of the move on this rank."""
 
     report: Any
-    """The `RunReport` of the move on this rank."""
 
     def done(self) -> bool:
         """Whether the move has completed or failed."""
@@ -120,25 +116,22 @@ def plan(
                 f"a plan for one tensor needs its shape, not {shape}: give shape=(rows, columns)"
             )
         kind: Any = "float32" if dtype is None else dtype
-        have = {ONE: TensorSpec(tuple(shape), kind, have)}
-        want = {ONE: TensorSpec(tuple(shape), kind, want)}
+        have, want = ({ONE: TensorSpec(tuple(shape), kind, side)} for side in (have, want))
     elif isinstance(have, Layout) or isinstance(want, Layout):
         raise PlanError("plan takes two layouts or two dicts of specs, and got one of each")
     elif shape is not None or dtype is not None:
         raise PlanError("shape= and dtype= are for one tensor: each spec of a dict has its own")
-    else:
-        for name, spec in (*have.items(), *want.items()):
-            if not isinstance(name, str):
-                raise ArgumentTypeError(
-                    f"the name {name!r} is a {type(name).__name__}: tensors of a plan are named by "
-                    "strings; rs.describe makes them of numbers"
-                )
-            if not isinstance(spec, TensorSpec):
-                raise ArgumentTypeError(
-                    f"{quoted(str(name))} is a {type(spec).__name__}, and a plan of dicts takes "
-                    "specs: give rs.TensorSpec(shape, dtype, layout), or rs.describe(tensors) in "
-                    "a job"
-                )
+    for name, spec in (*have.items(), *want.items()):
+        if not isinstance(name, str):
+            raise ArgumentTypeError(
+                f"the name {name!r} is a {type(name).__name__}: tensors of a plan are named by "
+                "strings; rs.describe makes them of numbers"
+            )
+        if not isinstance(spec, TensorSpec):
+            raise ArgumentTypeError(
+                f"{quoted(str(name))} is a {type(spec).__name__}, and a plan of dicts takes specs: "
+                "give rs.TensorSpec(shape, dtype, layout), or rs.describe(tensors) in a job"
+            )
     cap = DEFAULT_MEMORY if memory is None else parse_bytes(memory)
     if topology is not None and not isinstance(topology, Topology):
         topology = Topology.load(topology)
@@ -161,14 +154,14 @@ class Plan:
         strict: bool,
     ) -> None:
         self.have = dict(sorted(have.items()))
-        self.want = dict(sorted(want.items()))
         self.names = dict(names)
         self.memory = memory
         self.topology = topology
         self.strict = strict
-        stacks, fills = stacks_of(self.have, self.want, self.names, strict)
+        want = dict(sorted(want.items()))
+        stacks, fills = stacks_of(self.have, want, self.names, strict)
         fed = {name for stack in stacks for _, name in stack.names}
-        self.want = {name: spec for name, spec in self.want.items() if name in fed}
+        self.want = {name: spec for name, spec in want.items() if name in fed}
         self.stacks: tuple[Stack, ...] = tuple(stacks)
         self.fills: tuple[Fill, ...] = tuple(fills)
         sides = {side.layout for stack in stacks for side in (stack.have, stack.want)}
@@ -188,8 +181,7 @@ class Plan:
             else:
                 flows = host_flows(self.stacks, self.world, self._home)
             try:
-                loads = [load_of(flow, self.world) for flow in flows]
-                return tuple(flows), schedule(loads, self.memory)
+                return tuple(flows), schedule([load_of(f, self.world) for f in flows], self.memory)
             except TooTightError:
                 continue
         raise AssertionError("listed flows are never too tight")
@@ -235,10 +227,6 @@ class Plan:
 
     def summary(self) -> Summary:
         """What the move costs."""
-        return self._summary
-
-    @cached_property
-    def _summary(self) -> Summary:
         return summarize(self.flows, self.traffic, self.schedule, self.topology)
 
     @cached_property
@@ -307,9 +295,9 @@ class Plan:
             raise FormatError(f"a plan of {len(text)} characters: at most {MAX_TEXT} work")
         try:
             data = json.loads(text)
-            if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-                found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-                raise FormatError(f'this is "{found}" and this library reads "{SCHEMA}"')
+            schema = data.get("schema") if isinstance(data, dict) else type(data).__name__
+            if schema != SCHEMA:
+                raise FormatError(f'this is "{schema}" and this library reads "{SCHEMA}"')
             layouts = [Layout.from_dict(layout) for layout in data["layouts"]]
             have, want = (
                 {
@@ -318,18 +306,23 @@ class Plan:
                 }
                 for side in ("have", "want")
             )
-            topology, names = data["topology"], names_of(data["names"])
-            plan = Plan(
-                have,
-                want,
-                names=names,
-                memory=int(data["memory"]),
-                topology=None if topology is None else Topology.from_dict(topology),
-                strict=data["strict"] is True,
+            topology = None if data["topology"] is None else Topology.from_dict(data["topology"])
+            names, memory, strict = (
+                names_of(data["names"]),
+                int(data["memory"]),
+                data["strict"] is True,
             )
+            plan = Plan(have, want, names=names, memory=memory, topology=topology, strict=strict)
         except ReshardError:
             raise
-        except _UNREADABLE as error:
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
             what = f"{type(error).__name__} {error}"
             raise FormatError(f"a plan's JSON cannot be read: {what}") from None
         if plan.digest != data.get("digest"):
@@ -352,8 +345,8 @@ class Plan:
         tensors is given as they are. Every rank of the two layouts calls it with the same plan.
         `RunOptions` lists the options.
         """
-        found: dict[str, Tensor] = _engine().run(self, tensors, into=into, **options)
-        return found
+        result: dict[str, Tensor] = _engine().run(self, tensors, into=into, **options)
+        return result
 
     def start(
         self,

@@ -3,8 +3,7 @@
 For all ranks together, line by line (a line is a set of ranks that hold, or want, the same boxes):
 
 1. the parts of every cell make up the whole cell, for all tensors of the stack, without a gap and
-   without an overlap; the sender of a part is a rank of the line that holds the cell, its relay a
-   rank of the line that wants it;
+   without an overlap; the sender and the relay of a part are on the lines of its cell;
 2. every cell is inside a piece of each rank that holds it, and of each rank that wants it, by the
    layouts; cells that one rank wants do not overlap;
 3. what each rank gets, copies and fills with zeros is as many elements as its pieces have; so none
@@ -22,7 +21,7 @@ import numpy as np
 from reshard.errors import MemoryCapError, ProofError
 from reshard.layout.box import Box
 from reshard.layout.boxlist import piece_columns
-from reshard.layout.columns import Ints, SizedCache
+from reshard.layout.columns import Ints, SizedCache, offsets
 from reshard.layout.coverage import first_overlapping_rows
 from reshard.layout.spec import TensorSpec
 from reshard.planning.flows import Flow
@@ -31,14 +30,15 @@ from reshard.planning.row_proof import (
     MAX_ROWS,
     ROW_BYTES,
     TensorGroup,
-    as_box,
     check_ranks,
+    clipped,
     first_outside,
+    num_elements,
     tensor_groups,
     without_dims,
     wrong_runs,
 )
-from reshard.planning.sharing import LineSet
+from reshard.planning.sharing import LineSet, repeated
 from reshard.text import format_bytes
 
 PiecesOf = Callable[[TensorSpec, int], tuple[Ints, Ints]]
@@ -69,11 +69,11 @@ def _pieces_within(memory: int) -> PiecesOf:
 
     def pieces_of(spec: TensorSpec, rank: int) -> tuple[Ints, Ints]:
         key = (id(spec.layout), spec.shape, rank)
-        found = kept.get(key)
-        if found is None:
-            starts, stops, *_ = piece_columns(spec.layout, rank, spec.shape)
-            found = kept.put(key, (starts, stops), 600 + starts.nbytes + stops.nbytes)
-        return found
+        pieces = kept.get(key)
+        if pieces is None:
+            pieces = piece_columns(spec.layout, rank, spec.shape)[:2]
+            kept.put(key, pieces, 600 + pieces[0].nbytes + pieces[1].nbytes)
+        return pieces
 
     return pieces_of
 
@@ -90,31 +90,27 @@ def _bytes_needed(plan: Plan) -> int:
 
 def _check_parts(flow: Flow) -> None:
     """Parts make up their cells, and go from ranks that hold them to ranks that want them."""
-    parts = flow.parts()
-    order = np.lexsort((parts.runs.start, parts.runs.cell))
-    cell, start, stop = (
-        column[order] for column in (parts.runs.cell, parts.runs.start, parts.runs.stop)
-    )
-    new = np.append(True, cell[1:] != cell[:-1])[: len(cell)]
-    size = parts.cells.size[cell] * len(flow.stack.names)
-    wrong, expected = wrong_runs(new, start, stop, size)
-    absent = np.bincount(cell, minlength=len(parts.cells.size)) == 0
-    if len(wrong) or absent.any():
-        number = int(cell[wrong[0]]) if len(wrong) else int(np.flatnonzero(absent)[0])
-        twice = bool(len(wrong)) and bool(start[wrong[0]] < expected[wrong[0]])
-        what = "written twice" if twice else "missing"
-        box = as_box(parts.cells.want_low[number], parts.cells.width[number])
-        raise ProofError(f"a part of box {box} of {flow.stack.label} is {what}")
+    parts, label = flow.parts(), flow.stack.label
+    runs = parts.runs.take(np.lexsort((parts.runs.start, parts.runs.cell)))
+    new = np.append(True, runs.cell[1:] != runs.cell[:-1])[: len(runs.cell)]
+    size = parts.cells.size[runs.cell] * len(flow.stack.names)
+    wrong, expected = wrong_runs(new, runs.start, runs.stop, size)
+    absent = np.flatnonzero(np.bincount(runs.cell, minlength=len(parts.cells.size)) == 0)
+    if len(wrong) or len(absent):
+        twice = len(wrong) and runs.start[wrong[0]] < expected[wrong[0]]
+        box = parts.cells.box(runs.cell[wrong[0]] if len(wrong) else absent[0])
+        raise ProofError(
+            f"a part of box {box} of {label} is {'written twice' if twice else 'missing'}"
+        )
     lines = [(flow.geometry.receivers, parts.line, parts.destination, "pass on")]
     if not flow.stack.adds:
         lines.append((flow.geometry.senders, parts.send_line, parts.source, "send"))
     for members, line, rank, what in lines:
         stray = np.flatnonzero(members.find(line, rank) < 0)
         if len(stray):
-            cell = parts.runs.cell[stray[0]]
-            box = as_box(parts.cells.want_low[cell], parts.cells.width[cell])
+            box = parts.cells.box(parts.runs.cell[stray[0]])
             raise ProofError(
-                f"rank {rank[stray[0]]} is to {what} a part of box {box} of {flow.stack.label}, "
+                f"rank {rank[stray[0]]} is to {what} a part of box {box} of {label}, "
                 "which is not on its line"
             )
 
@@ -135,9 +131,7 @@ def _check_cells(flow: Flow, pieces_of: PiecesOf) -> None:
     high = np.concatenate([line + 1, cells.want_low + cells.width], axis=1)
     crossing = first_overlapping_rows(low, high)
     if crossing is not None:
-        row = crossing[0]
-        box = as_box(cells.want_low[row], cells.width[row])
-        raise ProofError(f"box {box} of {stack.label} is written twice")
+        raise ProofError(f"box {cells.box(crossing[0])} of {stack.label} is written twice")
 
 
 def _check_inside(
@@ -151,51 +145,45 @@ def _check_inside(
 ) -> None:
     """Cells are inside pieces of all ranks of their lines; equal pieces are looked at once."""
     used = np.bincount(line, minlength=len(lines.counts)) > 0
-    seen: dict[int, set[bytes]] = {}
-    variants: list[dict[int, tuple[int, Ints, Ints]]] = []
+    variants: dict[tuple[int, bytes], tuple[int, Ints, Ints]] = {}
     for at, rank in zip(lines.line_of.tolist(), lines.members.tolist(), strict=True):
         if used[at]:
             starts, stops = pieces_of(spec, rank)
-            known, key = seen.setdefault(at, set()), starts.tobytes() + stops.tobytes()
-            if key not in known:
-                if len(known) == len(variants):
-                    variants.append({})
-                variants[len(known)][at] = (rank, starts, stops)
-                known.add(key)
-    for pieces in variants:
-        # Lines are kept apart by one more dim.
-        has = np.zeros(len(lines.counts), dtype=bool)
-        has[[*pieces]] = True
-        some = np.flatnonzero(has[line])
-        of = np.repeat(np.array([*pieces]), [len(one) for _, one, _ in pieces.values()])[:, None]
-        starts = np.concatenate([of, np.concatenate([a for _, a, _ in pieces.values()])], axis=1)
-        stops = np.concatenate([of + 1, np.concatenate([b for _, _, b in pieces.values()])], axis=1)
-        lows = np.concatenate([line[some, None], low[some]], axis=1)
-        widths = np.concatenate([np.ones((len(some), 1), np.int64), width[some]], axis=1)
-        outside = first_outside(lows, widths, starts, stops)
-        if outside is not None:
-            at, box = outside.start[0], Box(outside.start[1:], outside.stop[1:])
-            what = "holds" if spec is flow.stack.have else "wants"
-            raise ProofError(
-                f"no piece that rank {pieces[at][0]} {what} contains box {box} of "
-                f"{flow.stack.label}"
-            )
+            variants.setdefault((at, starts.tobytes() + stops.tobytes()), (rank, starts, stops))
+    if not variants:
+        return
+    counts = np.bincount([at for at, _ in variants], minlength=len(used))
+    row, variant = repeated(offsets(counts), line)
+    ranks, *boxes = zip(*variants.values(), strict=True)
+    of = np.repeat(np.arange(len(ranks)), [len(one) for one in boxes[0]])[:, None]
+    outside = first_outside(  # one more dim keeps variants apart
+        np.concatenate([variant[:, None], low[row]], axis=1),
+        np.concatenate([np.ones((len(row), 1), np.int64), width[row]], axis=1),
+        np.concatenate([of, np.concatenate(boxes[0])], axis=1),
+        np.concatenate([of + 1, np.concatenate(boxes[1])], axis=1),
+    )
+    if outside is not None:
+        rank, box = ranks[outside.start[0]], Box(outside.start[1:], outside.stop[1:])
+        what = "holds" if spec is flow.stack.have else "wants"
+        raise ProofError(
+            f"no piece that rank {rank} {what} contains box {box} of {flow.stack.label}"
+        )
 
 
 def _written(flow: Flow, world: Ints) -> Ints:
     """Elements of all tensors of a stack that each rank gets or copies."""
-    found = np.zeros(len(world), dtype=np.int64)
+    total = np.zeros(len(world), dtype=np.int64)
     ranks, elements = flow.geometry.copied_elements()
     counted = [(ranks, elements * len(flow.stack.names))]
     if flow.stack.adds:
         parts = flow.accumulated()
         counted = [(parts.destination, parts.sizes)]
-    for rows in flow.streams():
-        if rows.rows.hop or not flow.stack.adds:
-            counted += rows.received(rows.rows.sizes)
+    for stream in flow.streams():
+        if stream.rows.hop or not flow.stack.adds:
+            counted.append(stream.received(stream.rows.sizes))
     for ranks, elements in counted:
-        np.add.at(found, np.searchsorted(world, ranks), elements)
-    return found
+        np.add.at(total, np.searchsorted(world, ranks), elements)
+    return total
 
 
 def _check_totals(
@@ -206,16 +194,11 @@ def _check_totals(
     for stack in plan.stacks:
         if id(stack) in group.stacks:
             total += written[id(stack)] // len(stack.names)
-    for at, rank in enumerate(plan.world.tolist()):
+    for rank, count in zip(plan.world.tolist(), total.tolist(), strict=True):
         starts, stops = pieces_of(group.spec, rank)
-        wanted, count = _num_elements(starts, stops), int(total[at])
-        for box in group.fills:
-            count += _num_elements(np.maximum(starts, box.start), np.minimum(stops, box.stop))
+        wanted = num_elements(stops - starts)
+        count += sum(num_elements(clipped(starts, stops, box)[1]) for box in group.fills)
         if count != wanted:
             raise ProofError(
                 f'rank {rank} wants {wanted} elements of "{group.name}" and gets {count}'
             )
-
-
-def _num_elements(starts: Ints, stops: Ints) -> int:
-    return int(np.maximum(stops - starts, 0).prod(axis=1).sum())

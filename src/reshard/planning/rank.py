@@ -60,19 +60,15 @@ class Rows:
 
     def of_round(self, number: int) -> tuple[Ints, Ints, Ints]:
         """The rows that move in a round, and where the run of each starts and stops."""
-        runs, slot, turn = (
-            self.transfers.runs,
-            self.slot,
-            self.slot.turn(number, self.transfers.hop),
-        )
+        runs, slot = self.transfers.runs, self.slot
+        turn = slot.turn(number, self.transfers.hop)
         if turn is None:
             none = np.zeros(0, dtype=np.int64)
             return none, none, none
-        low, high = (
-            slice_edges(runs.start, runs.stop, self.units, slot.slices, part)
-            for part in (turn[1], turn[1] + 1)
-        )
-        kept = np.flatnonzero((low < high) & (self.transfers.part % slot.phases == turn[0]))
+        phase, part = turn
+        low = slice_edges(runs.start, runs.stop, self.units, slot.slices, part)
+        high = slice_edges(runs.start, runs.stop, self.units, slot.slices, part + 1)
+        kept = np.flatnonzero((low < high) & (self.transfers.part % slot.phases == phase))
         return kept, low[kept], high[kept]
 
     def steps(self, number: int) -> Iterator[Step]:
@@ -85,10 +81,11 @@ class Rows:
             have_low, want_low = rows.cells.have_low[cell], rows.cells.want_low[cell]
             for tensor in range(int(start) // size, -(-int(stop) // size)):
                 low, high = max(int(start) - tensor * size, 0), min(int(stop) - tensor * size, size)
+                have_name, name = stack.names[tensor]
                 for part in flat_range(width, low, high):
                     yield Step(
                         number,
-                        stack.names[tensor][1],
+                        name,
                         _without(part.shift(want_low.tolist()), stack.feed.want_insert),
                         int(rows.source[row]),
                         int(rows.destination[row]),
@@ -96,7 +93,7 @@ class Rows:
                         dtype,
                         rows.hop,
                         rows.addend,
-                        stack.names[tensor][0],
+                        have_name,
                         _without(part.shift(have_low.tolist()), stack.feed.have_insert),
                         rows.again,
                     )
@@ -110,7 +107,7 @@ def _without(box: Box, dims: Sequence[int]) -> Box:
 
 
 class Steps(Sequence[Step]):
-    """Steps that are made on access; ``num_rows`` is the number of rows behind them."""
+    """Steps that are made on access, in the order of rounds."""
 
     def __init__(self, rows: Sequence[Rows]) -> None:
         self.rows = rows
@@ -138,13 +135,6 @@ class Steps(Sequence[Step]):
         return list(self)[index]
 
 
-@dataclass(frozen=True, slots=True)
-class RankRound:
-    sends: list[Step]
-    receives: list[Step]
-    copies: list[Step]
-
-
 @dataclass(frozen=True, eq=False)
 class RankPlan:
     """What one rank does; derived without the other ranks."""
@@ -159,22 +149,14 @@ class RankPlan:
     def of(
         cls, rank: int, flows: Sequence[Flow], slots: Sequence[Slot], fills: Sequence[Fill]
     ) -> RankPlan:
-        found: list[list[Rows]] = [[], [], [], []]
+        rows: list[list[Rows]] = [[], [], [], []]
         for flow, slot in zip(flows, slots, strict=True):
             for transfers in flow.for_rank(rank):
                 role = 2 * (transfers.source == rank) + (transfers.destination == rank)
                 for kind in (1, 2, 3):
-                    rows = np.flatnonzero(role == kind)
-                    if len(rows):
-                        some = transfers if len(rows) == len(transfers) else transfers.take(rows)
-                        found[kind].append(Rows(flow, slot, some))
+                    some = np.flatnonzero(role == kind)
+                    if len(some):
+                        rows[kind].append(Rows(flow, slot, transfers.take(some)))
         here = tuple(fill for fill in fills if fill.spec.layout.holds(rank) is not None)
-        _, receives, sends, copies = map(Steps, found)
+        _, receives, sends, copies = map(Steps, rows)
         return cls(rank, sends, receives, copies, here)
-
-    def round(self, number: int) -> RankRound:
-        return RankRound(
-            self.sends.of_round(number),
-            self.receives.of_round(number),
-            self.copies.of_round(number),
-        )

@@ -4,15 +4,15 @@ Staging is every byte a rank keeps beyond source and destination: what it has pa
 what it has received and not yet unpacked. Stacks that fit together share rounds; a stack that does
 not fit alone is cut into slices, a slice being the same fraction of every one of its transfers, so
 that all ranks stay busy in every round. Stacks that differ only in which ranks hold the source
-(pipeline stages, experts) are cut together, so that all of these send in every round. Under a very
-small cap not even one element of every transfer fits; then transfers take turns in phases. What is
-passed on travels one round after it was received.
+(pipeline stages, experts) are cut together. Under a very small cap not even one element of every
+transfer fits; then transfers take turns in phases. What is passed on travels one round after it was
+received.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -27,26 +27,6 @@ from reshard.text import format_bytes
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Uses:
-    """Every end of every row of a listed stack: at which rank, of which part, how many bytes."""
-
-    rank: Ints
-    part: Ints
-    num_bytes: Ints
-    elements: Ints  # how many elements each counts when a slice holds one element of its row
-
-    @property
-    def num_parts(self) -> int:
-        return int(self.part.max(initial=0)) + 1
-
-    def per_phase(self, phases: int) -> tuple[int, int]:
-        """The most bytes and the most elements that any rank has in any of so many phases."""
-        key = self.rank * phases + self.part % phases
-        num_bytes, rows = np.bincount(key, self.num_bytes), np.bincount(key, self.elements)
-        return int(num_bytes.max(initial=0)), int(rows.max(initial=0))
-
-
-@dataclass(frozen=True, eq=False, slots=True)
 class Load:
     """What one stack makes every rank stage, if it moves in one round."""
 
@@ -55,7 +35,19 @@ class Load:
     rows: int  # the most transfers that any rank takes part in
     hops: int  # the rounds that passing on takes after the first
     longest: int  # the elements of the longest transfer
-    uses: Callable[[], Uses] | None  # who has to do with which part; None where that is not listed
+    uses: Callable[[], Ints] | None = None
+    """Lists every end of every row, one column each: at which rank, of which part, how many bytes,
+    and as how many elements an element of it counts. None where rows are not listed."""
+
+    @property
+    def most(self) -> int:
+        """The most bytes that any rank stages."""
+        return int(self.staged.max(initial=0))
+
+    @property
+    def least(self) -> int:
+        """The bytes that a rank stages in a round of one element of every transfer, at most."""
+        return self.rows * self.stack.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,41 +91,34 @@ class TooTightError(Exception):
 def schedule(loads: Sequence[Load], cap: int) -> Schedule:
     """Put stacks into rounds, family by family, as many as fit into each."""
     # Where not even one element of every transfer fits, transfers must take turns.
-    tight = [
-        load
-        for load in loads
-        if int(load.staged.max(initial=0)) > cap and load.rows * load.stack.itemsize > cap
-    ]
+    tight = [load for load in loads if load.most > cap and load.least > cap]
     if tight and any(load.uses is None for load in loads):
         raise TooTightError
     _check_cap(tight, cap)
     slots: dict[int, Slot] = {}
     start = end = peak = 0
-    shared = np.zeros(len(loads[0].staged) if loads else 0, dtype=np.int64)
+    shared: Ints = np.zeros(len(loads[0].staged) if loads else 0, dtype=np.int64)
     for numbers in _batches(loads, cap):
         some = [loads[number] for number in numbers]
         batch = some[0]
         if len(some) > 1:
-            batch = replace(
-                batch,
+            batch = Load(
+                batch.stack,
                 staged=np.sum([load.staged for load in some], axis=0),
                 rows=sum(load.rows for load in some),
                 hops=max(load.hops for load in some),
                 longest=max(load.longest for load in some),
-                uses=None,
             )
-        together = shared + batch.staged
-        if int(together.max(initial=0)) > cap:
-            start, together = end, batch.staged
-        staged = int(together.max(initial=0))
+        shared = shared + batch.staged
+        if int(shared.max(initial=0)) > cap:
+            start, shared = end, batch.staged
+        staged = int(shared.max(initial=0))
         slot = Slot(start, hops=batch.hops)
         if staged > cap:
             slot, staged = _cut(batch, start, cap)
-            together = np.full_like(shared, cap)
+            shared = np.full_like(shared, cap)
         slots |= dict.fromkeys(numbers, slot)
-        peak = max(peak, staged)
-        end = max(end, start + slot.num_rounds)
-        shared = together
+        peak, end = max(peak, staged), max(end, start + slot.num_rounds)
     return Schedule(tuple(slots[number] for number in range(len(loads))), end, peak)
 
 
@@ -148,7 +133,7 @@ def _batches(loads: Sequence[Load], cap: int) -> list[list[int]]:
         family.setdefault(alike, []).append(number)
     batches: list[list[int]] = []
     for numbers in family.values():
-        tight = sum(loads[n].rows * loads[n].stack.itemsize for n in numbers) * 4 > cap
+        tight = sum(loads[number].least for number in numbers) * 4 > cap
         batches += [[number] for number in numbers] if tight else [numbers]
     return batches
 
@@ -158,20 +143,32 @@ def _cut(load: Load, start: int, cap: int) -> tuple[Slot, int]:
 
     It has as many phases as it takes until an element of every transfer of a phase fits.
     """
-    phases, staged, rows = 1, int(load.staged.max(initial=0)), load.rows
-    if rows * load.stack.itemsize > cap:
+    phases, staged, least = 1, load.most, load.least
+    if least > cap:
         assert load.uses is not None
         uses = load.uses()
-        staged, rows = uses.per_phase(phases)
+        staged, rows = _per_phase(uses, phases)
         while rows * load.stack.itemsize > cap:
-            phases = min(phases * 2, uses.num_parts)
-            staged, rows = uses.per_phase(phases)
-    least = rows * load.stack.itemsize
+            phases = min(phases * 2, _num_parts(uses))
+            staged, rows = _per_phase(uses, phases)
+        least = rows * load.stack.itemsize
     unit = max((cap - least) // 16 // least, 1)
     room = cap - least * unit
     slices = min(-(-staged // room), load.longest) if room > 0 else load.longest
     stage = min(staged // slices + least * unit, cap)
     return Slot(start, slices, unit, load.hops, phases), stage
+
+
+def _per_phase(uses: Ints, phases: int) -> tuple[int, int]:
+    """The most bytes and the most elements that any rank has in any of so many phases."""
+    rank, part, num_bytes, elements = uses
+    key = rank * phases + part % phases
+    most, rows = (np.bincount(key, column).max(initial=0) for column in (num_bytes, elements))
+    return int(most), int(rows)
+
+
+def _num_parts(uses: Ints) -> int:
+    return int(uses[1].max(initial=0)) + 1
 
 
 def _check_cap(loads: Sequence[Load], cap: int) -> None:
@@ -180,7 +177,7 @@ def _check_cap(loads: Sequence[Load], cap: int) -> None:
     for load in loads:
         if load.uses is not None:
             uses = load.uses()
-            needs = uses.per_phase(uses.num_parts)[1] * load.stack.itemsize
+            needs = _per_phase(uses, _num_parts(uses))[1] * load.stack.itemsize
             least, label = max((least, label), (needs, load.stack.label))
     if least > cap:
         raise MemoryCapError(
@@ -216,11 +213,10 @@ def _listed_load(flow: Flow, world: Ints) -> Load:
         itemsize, hops = stack.itemsize_at(stream.rows.hop), max(hops, stream.rows.hop)
         once = np.ones(len(stream.rows), dtype=np.int64)
         for end in (stream.sent, stream.received):
-            counted = zip(end(stream.rows.sizes), end(once), strict=True)
-            for (ranks, elements), (_, rows) in counted:
-                place = np.searchsorted(world, ranks)
-                np.add.at(staged, place, elements * itemsize)
-                np.add.at(count, place, rows * _width(stack, itemsize))
+            (ranks, elements), (_, rows) = end(stream.rows.sizes), end(once)
+            place = np.searchsorted(world, ranks)
+            np.add.at(staged, place, elements * itemsize)
+            np.add.at(count, place, rows * _width(stack, itemsize))
     if flow.stack.adds:
         part, wide = flow.accumulated(), stack.accumulator_itemsize
         place = np.searchsorted(world, part.destination)
@@ -235,23 +231,23 @@ def _width(stack: Stack, itemsize: int) -> int:
     return -(-itemsize // stack.itemsize)
 
 
-def _uses(flow: Flow, world: Ints) -> Uses:
+def _uses(flow: Flow, world: Ints) -> Ints:
     """Both ends of every row of every rank, and the parts in which receivers add up."""
-    found: list[tuple[Ints, Ints, Ints, Ints]] = []
+    stack, tables = flow.stack, list[Ints]()
 
     def use(ranks: Ints, rows: Transfers, itemsize: int) -> None:
-        elements = np.full_like(ranks, _width(flow.stack, itemsize))
-        found.append((np.searchsorted(world, ranks), rows.part, rows.sizes * itemsize, elements))
+        elements = np.full_like(ranks, _width(stack, itemsize))
+        place = np.searchsorted(world, ranks)
+        tables.append(np.stack([place, rows.part, rows.sizes * itemsize, elements]))
 
     for rows in flow.everything():
-        moved = rows.take(np.flatnonzero(rows.source != rows.destination))
-        for ranks in (moved.source, moved.destination):
-            use(ranks, moved, flow.stack.itemsize_at(moved.hop))
-    if flow.stack.adds:
+        moved = rows.moved()
+        use(moved.source, moved, stack.itemsize_at(moved.hop))
+        use(moved.destination, moved, stack.itemsize_at(moved.hop))
+    if stack.adds:
         added = flow.accumulated()
-        use(added.destination, added, flow.stack.accumulator_itemsize)
-    place, part, num_bytes, elements = map(np.concatenate, zip(*found, strict=True))
-    return Uses(place, part, num_bytes, elements)
+        use(added.destination, added, stack.accumulator_itemsize)
+    return np.concatenate(tables, axis=1)
 
 
 def _regular_load(flow: Flow, geometry: RegularGeometry, world: Ints) -> Load:
@@ -265,11 +261,11 @@ def _regular_load(flow: Flow, geometry: RegularGeometry, world: Ints) -> Load:
         # A cut is rounded by at most half a unit, and a slot has two ends.
         sizes += np.minimum(flow.unit, sizes)
         np.add.at(staged, np.searchsorted(world, slots.ranks), sizes * itemsize * copies)
-    lines = np.repeat(geometry.receivers.amounts * times, np.diff(receive.first))
+    lines = np.repeat(geometry.receive_amounts * times, np.diff(receive.first))
     np.add.at(staged, np.searchsorted(world, receive.ranks), lines * itemsize)
     ranks, elements = geometry.copied_elements()
     np.add.at(staged, np.searchsorted(world, ranks), elements * times * itemsize * -2)
     sent, wanted = geometry.cells_per_rank()
     senders = int(np.diff(send.first).max(initial=1))
     rows = sent * most + (wanted * senders + most) * most
-    return Load(flow.stack, staged, rows, int(most > 1), int(lines.max(initial=1)), None)
+    return Load(flow.stack, staged, rows, int(most > 1), int(lines.max(initial=1)))

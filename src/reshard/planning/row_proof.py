@@ -12,22 +12,24 @@ All ranks of a plan with up to `MAX_ROWS` rows; of larger plans one rank of each
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
 from reshard.errors import ProofError
 from reshard.layout.box import Box
 from reshard.layout.boxlist import piece_columns
-from reshard.layout.columns import Ints, contained, distinct, distinct_first, mixed, numbered
+from reshard.layout.columns import Ints, contained, distinct, distinct_first
 from reshard.layout.coverage import first_overlapping_rows, missing_boxes, overlapping_pairs
 from reshard.layout.grid import addend_of
 from reshard.layout.spec import TensorSpec
-from reshard.planning.cells.transfers import Mask, Transfers
+from reshard.planning.cells.transfers import Transfers
 from reshard.planning.plans import Plan
 from reshard.planning.rank import RankPlan, Rows
+from reshard.planning.sharing import Mask
 
 MAX_ROWS = 1 << 18  # rows that are looked at one by one
 PER_FLOW = 100  # as how many rows a rank counts for each flow, because it takes as long
@@ -35,92 +37,76 @@ ROW_BYTES = 400  # about what a row takes while its rank is looked at
 
 
 def check_ranks(plan: Plan, groups: Sequence[TensorGroup]) -> None:
-    exchanges = _Exchanges(plan)
-    seen: list[int] = []
-    rows = 0
+    exchanges, num_rows = _Exchanges(plan), 0
     for rank in _in_turn(plan):
         mine = plan.for_rank(rank)
-        written: dict[int, dict[int, list[Rows]]] = {}
-        for one in [*mine.receives.rows, *mine.copies.rows]:
-            addends = written.setdefault(id(one.flow.stack), {})
-            addends.setdefault(one.transfers.addend, []).append(one)
-        cells = {stack: _same_cells(rank, addends) for stack, addends in written.items()}
+        written: dict[int, dict[int, list[Rows]]] = defaultdict(lambda: defaultdict(list))
+        for rows in [*mine.receives.rows, *mine.copies.rows]:
+            written[id(rows.flow.stack)][rows.transfers.addend].append(rows)
+        cells = {stack: _whole_cells(rank, addends) for stack, addends in written.items()}
         for group in groups:
             _check_group(group, mine, [cells[stack] for stack in group.stacks if stack in cells])
-        for one in [*mine.sends.rows, *mine.copies.rows]:
-            _check_held(one, rank)
+        for rows in [*mine.sends.rows, *mine.copies.rows]:
+            _check_held(rows, rank)
         _check_passed_on(mine)
         _check_turns(mine, plan.num_rounds)
-        exchanges.add(mine.sends.rows, 1)
-        exchanges.add(mine.receives.rows, -1)
-        seen.append(rank)
-        rows += mine.sends.num_rows + mine.receives.num_rows + mine.copies.num_rows
-        rows += PER_FLOW * len(plan.flows)
-        if rows > MAX_ROWS:
+        exchanges.add(mine)
+        num_rows += mine.sends.num_rows + mine.receives.num_rows + mine.copies.num_rows
+        num_rows += PER_FLOW * len(plan.flows)
+        if num_rows > MAX_ROWS:
             break
-    pair = exchanges.first_unequal(np.array(seen, dtype=np.int64))
-    if pair is not None:
-        raise ProofError(
-            f"what rank {pair[0]} sends to rank {pair[1]} is not what rank {pair[1]} expects"
-        )
+    exchanges.check()
 
 
 class _Exchanges:
-    """What pairs of ranks exchange, as hashes of rows in their order: a pair's sum is 0 if its two
-    ranks list the same."""
+    """What pairs of ranks exchange, as hashes of rows in their order: the sum of a pair is 0 if its
+    two ranks list the same."""
 
     def __init__(self, plan: Plan) -> None:
-        self._world = plan.world
-        self._span = int(plan.world.max(initial=0)) + 1
-        self._pairs: list[Ints] = [np.zeros(0, np.int64)]
-        self._hashes: list[Ints] = [np.zeros(0, np.int64)]
+        self._world, self._ranks = plan.world, set[int]()
+        self._sums: dict[tuple[int, int], int] = {}
 
-    def add(self, lists: Iterable[Rows], sign: int) -> None:
-        """Add rows that one rank sends (1), or receives (-1)."""
-        for rows in lists:
-            transfers = rows.transfers
-            for ends in (transfers.source, transfers.destination):
-                if not contained(ends, self._world).all():
-                    outside = ends[~contained(ends, self._world)][0]
-                    raise ProofError(f"rows name rank {outside}, which is not in the plan")
-            low = transfers.cells.have_low[transfers.runs.cell]
-            table = np.column_stack([_table(transfers), low]).view(np.uint64)
-            pair = transfers.source * self._span + transfers.destination
-            order = np.argsort(pair, kind="stable")
-            pairs, first = distinct_first(pair[order])
-            kind = repr((transfers.hop, transfers.addend, rows.slot)).encode()
-            place = np.arange(len(pair)) - np.repeat(first, np.diff(np.append(first, len(pair))))
-            value = place.view(np.uint64) + np.uint64(zlib.crc32(kind) << 32)
-            for column in table[order].T:
-                value = mixed(mixed(value) ^ column)
-            self._pairs.append(pairs)
-            self._hashes.append(np.add.reduceat(value, first).view(np.int64) * sign)
+    def add(self, mine: RankPlan) -> None:
+        """Add the rows that a rank sends, and subtract those that it receives."""
+        self._ranks.add(mine.rank)
+        for sign, side in ((1, mine.sends), (-1, mine.receives)):
+            for rows in side.rows:
+                transfers = rows.transfers
+                for ends in (transfers.source, transfers.destination):
+                    outside = ends[~contained(ends, self._world)]
+                    if len(outside):
+                        raise ProofError(f"rows name rank {outside[0]}, which is not in the plan")
+                peers = transfers.destination if sign > 0 else transfers.source
+                low = transfers.cells.have_low[transfers.runs.cell]
+                order = np.argsort(peers, kind="stable")
+                table = np.column_stack([_table(transfers), low])[order]
+                peers, first = distinct_first(peers[order])
+                kind = (transfers.hop, transfers.addend, rows.slot)
+                for peer, part in zip(peers.tolist(), np.split(table, first[1:]), strict=True):
+                    pair = (mine.rank, peer) if sign > 0 else (peer, mine.rank)
+                    value = sign * hash((kind, part.tobytes()))
+                    self._sums[pair] = self._sums.get(pair, 0) + value
 
-    def first_unequal(self, ranks: Ints) -> tuple[int, int] | None:
-        """The first pair of these ranks of which one sends what the other does not expect."""
-        pairs = np.concatenate(self._pairs)
-        known = contained(pairs // self._span, ranks) & contained(pairs % self._span, ranks)
-        found, number = numbered(pairs[known])
-        total = np.zeros(len(found), dtype=np.int64)
-        np.add.at(total, number, np.concatenate(self._hashes)[known])
-        unequal = found[total != 0]
-        return divmod(int(unequal[0]), self._span) if len(unequal) else None
+    def check(self) -> None:
+        """Raise if two of the ranks that were added do not list the same."""
+        for source, destination in sorted(pair for pair, total in self._sums.items() if total):
+            if {source, destination} <= self._ranks:
+                raise ProofError(
+                    f"what rank {source} sends to rank {destination} is not what rank "
+                    f"{destination} expects"
+                )
 
 
 def _in_turn(plan: Plan) -> list[int]:
     """All ranks: one of each role first, then the others; neighbours in no order."""
-    role = np.zeros(len(plan.world), dtype=np.uint64)
-    rng = np.random.default_rng(0)
+    role, rng = np.zeros(len(plan.world), dtype=np.uint64), np.random.default_rng(0)
     for flow in plan.flows:
         for lines in (flow.geometry.senders, flow.geometry.wanting):
             of_line = rng.integers(1 << 63, size=len(lines.counts), dtype=np.uint64)
-            place = np.searchsorted(plan.world, lines.members)
-            np.add.at(role, place, np.repeat(of_line, lines.counts))
-    mixed = rng.permutation(len(plan.world))
-    _, first = distinct_first(role[mixed].view(np.int64))
-    later = np.ones(len(mixed), dtype=bool)
-    later[first] = False
-    order = np.concatenate([mixed[np.sort(first)], mixed[later]])
+            np.add.at(role, np.searchsorted(plan.world, lines.members), of_line[lines.line_of])
+    shuffled = rng.permutation(len(plan.world))
+    first = np.sort(distinct_first(role[shuffled].view(np.int64))[1])
+    order = np.concatenate([shuffled[first], np.delete(shuffled, first)])
     return [int(rank) for rank in plan.world[order]]
 
 
@@ -135,16 +121,16 @@ class TensorGroup:
 
 
 def tensor_groups(plan: Plan) -> Iterator[TensorGroup]:
-    fed: dict[str, list[int]] = {}
+    fed: dict[str, list[int]] = defaultdict(list)
     for number, stack in enumerate(plan.stacks):
         for _, name in stack.names:
-            fed.setdefault(name, []).append(number)
-    filled: dict[str, list[Box]] = {}
+            fed[name].append(number)
+    filled: dict[str, list[Box]] = defaultdict(list)
     for fill in plan.fills:
-        filled.setdefault(fill.name, []).append(fill.box)
+        filled[fill.name].append(fill.box)
     seen: set[tuple[object, ...]] = set()
     for name, numbers in fed.items():
-        spec, boxes = plan.want[name], filled.get(name, [])
+        spec, boxes = plan.want[name], filled[name]
         key = (*numbers, None, *boxes, spec.shape, id(spec.layout))
         if key not in seen:
             seen.add(key)
@@ -158,58 +144,52 @@ def without_dims(columns: Ints, inserted: Sequence[int]) -> Ints:
 def _check_turns(mine: RankPlan, num_rounds: int) -> None:
     """Every slice of every row moves in some round; hops follow each other."""
     for rows in [*mine.sends.rows, *mine.receives.rows, *mine.copies.rows]:
-        slot, hop = rows.slot, rows.transfers.hop
-        turns = [slot.turn(number, hop) for number in rows.rounds() if number < num_rounds]
-        expected = [(p, s) for p in range(slot.phases) for s in range(slot.slices)]
-        if [turn for turn in turns if turn] != expected or slot.first < 0:
+        slot = rows.slot
+        numbers = (number for number in rows.rounds() if number < num_rounds)
+        turns = [turn for n in numbers if (turn := slot.turn(n, rows.transfers.hop))]
+        expected = [*product(range(slot.phases), range(slot.slices))]
+        if turns != expected or slot.first < 0:
             raise ProofError(
                 f"rank {mine.rank}: some of {len(expected)} slices of {rows.flow.stack.label} "
                 f"have no turn in the {num_rounds} rounds of the plan"
             )
 
 
-def _same_cells(rank: int, addends: dict[int, list[Rows]]) -> tuple[Ints, Ints]:
-    """The cells of a stack that a rank writes: every addend has the same, proven whole.
+def _whole_cells(rank: int, addends: dict[int, list[Rows]]) -> tuple[Ints, Ints]:
+    """The low corner and the width of every cell of a stack that a rank writes.
 
-    Rows of addend -1 carry the value itself.
+    Every addend has the same rows, and they make up whole cells. Rows of addend -1 are values.
     """
     flow = next(iter(addends.values()))[0].flow
-    num_dims = len(flow.stack.want.shape) + len(flow.stack.feed.want_insert)
-    none = np.zeros((0, 2 * num_dims + 2), dtype=np.int64)
-    own = [addends.get(number, []) for number in range(flow.geometry.num_addends)]
-    tables = [np.concatenate([none, *(_table(one.transfers) for one in some)]) for some in own]
-    tables = [table[np.lexsort(table.T[::-1])] for table in tables]
-    lacking = [n for n, table in enumerate(tables) if not np.array_equal(table, tables[0])]
-    if lacking:
-        raise ProofError(
-            f"rank {rank} does not add up the same parts of {flow.stack.label} for addend "
-            f"{lacking[0]} as for addend 0"
-        )
-    return _whole_cells(rank, [*own[0], *addends.get(-1, [])])
-
-
-def _whole_cells(rank: int, written: Sequence[Rows]) -> tuple[Ints, Ints]:
-    """The low corner and the width of every cell of a stack that a rank writes, proven whole."""
-    stack = written[0].flow.stack
-    table = np.concatenate([_table(rows.transfers) for rows in written])
-    dims = (table.shape[1] - 2) // 2
+    stack, inserted = flow.stack, flow.stack.feed.want_insert
+    dims = len(stack.want.shape) + len(inserted)
+    none = np.zeros((0, 2 * dims + 2), dtype=np.int64)
+    tables = {-1: none} | dict.fromkeys(range(flow.geometry.num_addends), none)
+    for number, lists in addends.items():
+        table = np.concatenate([_table(rows.transfers) for rows in lists])
+        tables[number] = table[np.lexsort(table.T[::-1])]
+    for number in range(1, flow.geometry.num_addends):
+        if not np.array_equal(tables[number], tables[0]):
+            raise ProofError(
+                f"rank {rank} does not add up the same parts of {stack.label} for addend "
+                f"{number} as for addend 0"
+            )
+    table = np.concatenate([tables[0], tables[-1]])
     table = table[np.lexsort(table[:, :-1].T[::-1])]
     start, stop = table[:, -2], table[:, -1]
     new = np.append(True, (table[1:, :-2] != table[:-1, :-2]).any(axis=1))
-    size = table[:, dims : 2 * dims].prod(axis=1) * len(stack.names)
-    wrong, expected = wrong_runs(new, start, stop, size)
+    low, width = table[:, :dims], table[:, dims : 2 * dims]
+    wrong, expected = wrong_runs(new, start, stop, width.prod(axis=1) * len(stack.names))
     if len(wrong):
         row = int(wrong[0])
         at = min(start[row], expected[row]) if start[row] != expected[row] else stop[row]
-        low, width = table[row, :dims], table[row, dims : 2 * dims]
-        tensor = min(int(at) // max(int(width.prod()), 1), len(stack.names) - 1)
+        tensor = min(int(at) // max(int(width[row].prod()), 1), len(stack.names) - 1)
         what = "is written twice" if start[row] < expected[row] else "is missing"
         raise ProofError(
-            f'rank {rank}: a part of box {as_box(low, width)} of "{stack.names[tensor][1]}" {what}'
+            f"rank {rank}: a part of box {as_box(low[row], width[row])} of "
+            f'"{stack.names[tensor][1]}" {what}'
         )
-    low, width = np.split(table[new, : 2 * dims], 2, axis=1)
-    inserted = stack.feed.want_insert
-    return without_dims(low, inserted), without_dims(width, inserted)
+    return without_dims(low[new], inserted), without_dims(width[new], inserted)
 
 
 def wrong_runs(new: Mask, start: Ints, stop: Ints, size: Ints) -> tuple[Ints, Ints]:
@@ -230,18 +210,12 @@ def _table(transfers: Transfers) -> Ints:
     return np.column_stack([corner, width, runs.start, runs.stop])
 
 
-def _check_group(group: TensorGroup, mine: RankPlan, found: Sequence[tuple[Ints, Ints]]) -> None:
+def _check_group(group: TensorGroup, mine: RankPlan, cells: Sequence[tuple[Ints, Ints]]) -> None:
     spec, rank = group.spec, mine.rank
     starts, stops, *_ = piece_columns(spec.layout, rank, spec.shape)
-    lows, widths = [starts[:0]], [starts[:0]]
-    for box in {fill.box for fill in mine.fills if fill.name == group.name} & {*group.fills}:
-        low = np.maximum(starts, np.array(box.start, dtype=np.int64))
-        width = np.minimum(stops, np.array(box.stop, dtype=np.int64)) - low
-        some = np.flatnonzero((width > 0).all(axis=1))
-        lows.append(low[some])
-        widths.append(width[some])
-    low = np.concatenate([*lows, *(one for one, _ in found)])
-    width = np.concatenate([*widths, *(one for _, one in found)])
+    fills = {fill.box for fill in mine.fills if fill.name == group.name} & {*group.fills}
+    boxes = [(starts[:0], stops[:0]), *(clipped(starts, stops, box) for box in fills), *cells]
+    low, width = map(np.concatenate, zip(*boxes, strict=True))
     outside = first_outside(low, width, starts, stops)
     if outside is not None:
         raise ProofError(
@@ -252,7 +226,7 @@ def _check_group(group: TensorGroup, mine: RankPlan, found: Sequence[tuple[Ints,
     if crossing is not None:
         a, b = (as_box(low[row], width[row]) for row in crossing)
         raise ProofError(f'rank {rank} writes box {a & b} of "{group.name}" twice')
-    wanted, count = int((stops - starts).prod(axis=1).sum()), int(width.prod(axis=1).sum())
+    wanted, count = num_elements(stops - starts), num_elements(width)
     if count != wanted:
         pieces = [piece.box for piece in spec.layout.pieces(rank, spec.shape)]
         done = [*map(as_box, low, width)]
@@ -261,6 +235,18 @@ def _check_group(group: TensorGroup, mine: RankPlan, found: Sequence[tuple[Ints,
             f'rank {rank} wants {wanted} elements of "{group.name}" and gets {count}: '
             f"box {missing} is missing"
         )
+
+
+def clipped(starts: Ints, stops: Ints, box: Box) -> tuple[Ints, Ints]:
+    """What pieces have in common with a box: low corners and widths."""
+    low = np.maximum(starts, np.array(box.start, dtype=np.int64))
+    width = np.minimum(stops, np.array(box.stop, dtype=np.int64)) - low
+    some = np.flatnonzero((width > 0).all(axis=1))
+    return low[some], width[some]
+
+
+def num_elements(width: Ints) -> int:
+    return int(width.prod(axis=1).sum())
 
 
 def first_outside(low: Ints, width: Ints, starts: Ints, stops: Ints) -> Box | None:
@@ -315,31 +301,16 @@ def _check_held(rows: Rows, rank: int) -> None:
 
 def _check_passed_on(mine: RankPlan) -> None:
     """What a rank passes on it has received, or added up, one hop before."""
-    got: dict[tuple[int, int], list[Ints]] = {}
+    arrived: dict[tuple[int, int], set[bytes]] = {}
     for rows in [*mine.receives.rows, *mine.copies.rows]:
-        key = (id(rows.flow), rows.transfers.hop)
-        got.setdefault(key, []).append(_table(rows.transfers))
+        parts = arrived.setdefault((id(rows.flow), rows.transfers.hop), set())
+        parts.update(row.tobytes() for row in _table(rows.transfers))
     for rows in mine.sends.rows:
-        hop = rows.transfers.hop
-        if hop == 0:
-            continue
-        passed = _table(rows.transfers)
-        before = got.get((id(rows.flow), hop - 1), [passed[:0]])
-        if not _all_within(np.unique(passed, axis=0), np.unique(np.concatenate(before), axis=0)):
+        before = arrived.get((id(rows.flow), rows.transfers.hop - 1), set())
+        if rows.transfers.hop and any(
+            row.tobytes() not in before for row in _table(rows.transfers)
+        ):
             raise ProofError(
                 f"rank {mine.rank} passes on a part of {rows.flow.stack.label} "
                 "that it has not received before"
             )
-
-
-def _all_within(rows: Ints, others: Ints) -> bool:
-    """Whether each run is inside a run of the same cell among the others."""
-    exact = {row.tobytes() for row in others}
-    rest = [row for row in rows if row.tobytes() not in exact]
-    by_cell: dict[bytes, list[Ints]] = {}
-    for row in others if rest else ():
-        by_cell.setdefault(row[:-2].tobytes(), []).append(row)
-    return all(
-        any(o[-2] <= row[-2] and row[-1] <= o[-1] for o in by_cell.get(row[:-2].tobytes(), []))
-        for row in rest
-    )

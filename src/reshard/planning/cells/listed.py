@@ -24,8 +24,9 @@ from reshard.layout.spec import TensorSpec
 from reshard.planning.cells.transfers import (
     Cells,
     Kinds,
-    check_coverage,
+    fed_lengths,
     in_want_coordinates,
+    raise_uncovered,
     with_inserted,
 )
 from reshard.planning.classes import Stack, addends_of
@@ -35,21 +36,21 @@ from reshard.planning.sharing import LineSet, repeated
 def listed_geometries(stack: Stack) -> list[ListedGeometry]:
     """The listed geometry of a stack, or one per addend that the destination keeps."""
     if stack.have.layout.reduce is None:
-        return [_Builder(stack, _of_addends(stack.have), _of_addends(stack.want), ()).build()]
-    found = []
+        return [_geometry(stack, _boxes_of(stack.have), _boxes_of(stack.want))]
+    geometries = []
     for addends, kept in addends_of(stack):
-        want = _of_addends(stack.want, None if kept is None else (kept,))
-        found.append(_Builder(stack, _of_addends(stack.have, addends), want, addends).build())
-    return found
+        want = _boxes_of(stack.want, None if kept is None else (kept,))
+        geometries.append(_geometry(stack, _boxes_of(stack.have, addends), want, addends))
+    return geometries
 
 
-def _of_addends(spec: TensorSpec, chosen: Sequence[int] | None = None) -> Listed:
+def _boxes_of(spec: TensorSpec, addends: Sequence[int] | None = None) -> Listed:
     """The boxes of a spec, with only the holders of these addends."""
     listed = listed_of(spec.layout, spec.shape)
-    if chosen is None:
+    if addends is None:
         return listed
     addend = addend_of(spec.layout)
-    kept = np.array([addend[int(rank)] in chosen for rank in listed.holders], dtype=bool)
+    kept = np.array([addend[int(rank)] in addends for rank in listed.holders], dtype=bool)
     counts = np.diff(offsets(kept)[listed.first])
     some = np.flatnonzero(counts)
     first = offsets(counts[some])
@@ -70,7 +71,7 @@ def _lines_of(listed: Listed) -> tuple[Ints, LineSet]:
         # Sets are told apart by the first box that has them.
         seen[boxes[order]] = boxes[order][new][np.cumsum(new) - 1]
     firsts, number = numbered(seen)
-    return number, LineSet.plain(listed.first, listed.holders).take(firsts)
+    return number, LineSet(listed.first, listed.holders).take(firsts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,13 +80,15 @@ class ListedGeometry:
 
     cells: Cells
     senders: LineSet  # the ranks that share the sending of each line
+    send_amounts: Ints  # the elements of each of these lines
     receivers: LineSet  # the ranks that share each line; with addends, those that add up
+    receive_amounts: Ints
     wanting: LineSet  # the ranks that want each line; some may hold parts of it
     copies: tuple[Cells, Ints]  # cells that a rank both holds and wants, and the rank of each
-    wanted: int  # elements of one tensor that ranks want, once per such rank
+    wanted: int = 0  # elements of one tensor that ranks want, once per such rank
     kinds: Kinds | None = None  # who holds what it wants; None where addends are added up
     addends: tuple[int, ...] = ()  # of the source; none where nothing is added up
-    holders: tuple[Ints, Ints] | None = None
+    addend_holders: tuple[Ints, Ints] | None = None
     """With addends: the source box of each cell; and for each such box and each addend the ranks
     that hold it, filled up with -1."""
     listed = True
@@ -107,104 +110,107 @@ class ListedGeometry:
         return len(self.cells.size)
 
     def addend_senders(self, cells: Ints, receivers: Ints, addend: int) -> Ints:
-        """Who sends an addend of a cell to a receiver: itself if it holds it, else all in turn."""
-        assert self.holders is not None
-        box, holders = self.holders
-        holders, rows = holders[box[cells], addend], np.arange(len(cells))
+        """The sender of an addend of each cell: its receiver if it holds it, else all in turn."""
+        assert self.addend_holders is not None
+        box, table = self.addend_holders
+        holders, rows = table[box[cells], addend], np.arange(len(cells))
         in_turn = holders[rows, rows % np.maximum((holders >= 0).sum(axis=1), 1)]
-        own = (holders == receivers[:, None]).any(axis=1)
-        found: Ints = np.where(own, receivers, in_turn)
-        return found
+        return np.where((holders == receivers[:, None]).any(axis=1), receivers, in_turn)
 
 
-class _Builder:
-    """Joins the boxes of both sides and puts the cells on lines."""
-
-    def __init__(self, stack: Stack, have: Listed, want: Listed, addends: tuple[int, ...]) -> None:
-        self.stack, self.have, self.want = stack, have, want
-        self.addends = addends if len(addends) > 1 else ()
-
-    def build(self) -> ListedGeometry:
-        cells, have_box = self._cells()
-        (have_set, holding), (want_set, wanting) = _lines_of(self.have), _lines_of(self.want)
-        cells = replace(
-            cells, send_line=have_set[have_box], receive_line=want_set[cells.receive_line]
+def _geometry(
+    stack: Stack, have: Listed, want: Listed, addends: tuple[int, ...] = ()
+) -> ListedGeometry:
+    """Join the boxes of both sides and put the cells on lines; several addends are added up."""
+    cells, box = _cells(stack, have, want)
+    (have_set, holding), (want_set, wanting) = _lines_of(have), _lines_of(want)
+    cells = replace(cells, send_line=have_set[box], receive_line=want_set[cells.receive_line])
+    keys, kind = numbered(cells.send_line * len(wanting.counts) + cells.receive_line)
+    send, receive = np.divmod(keys, max(len(wanting.counts), 1))
+    row, rank = holding.common(wanting, send, receive)
+    holders = LineSet(np.searchsorted(row, np.arange(len(keys) + 1)), rank)
+    if len(addends) > 1:
+        receivers, wanting, line = _reducing(holders, wanting, receive)
+        amounts, at = receivers.lay_out(line[kind], cells.size)
+        cells = replace(cells, receive_line=line[kind], receive_at=at)
+        return ListedGeometry(
+            cells,
+            holding,
+            holding.first[:-1],  # nothing is shared: every holder sends its addend
+            receivers,
+            amounts,
+            wanting,
+            copies=(cells.take(box[:0]), box[:0]),
+            addends=addends,
+            addend_holders=(box, _addend_holders(stack, have, addends, distinct(box))),
         )
-        kinds, kind = numbered(cells.send_line * len(wanting.counts) + cells.receive_line)
-        ends = np.divmod(kinds, max(len(wanting.counts), 1))
-        at, rank = holding.common(wanting, *ends)
-        held = LineSet.plain(np.searchsorted(at, np.arange(len(kinds) + 1)), rank)
-        if self.addends:
-            receivers, wanting, line = _reducing(held, wanting, ends[1])
-            receivers, at = receivers.laid_out(line[kind], cells.size)
-            cells = replace(cells, receive_line=line[kind], receive_at=at)
-            wanting = replace(wanting, amounts=receivers.amounts)
-            holders = have_box, self._addend_holders(distinct(have_box))
-            copies = Cells.none(cells.width.shape[1]), at[:0]
-            return ListedGeometry(
-                cells, holding, receivers, wanting, copies, 0, None, self.addends, holders
-            )
-        copied, copier = repeated(held.first, kind)
-        copies = cells.take(copied), rank[copier]
-        wanted = int(cells.size @ wanting.counts[cells.receive_line])
-        chosen = np.flatnonzero((held.counts < wanting.counts[ends[1]])[kind])
-        cells = cells.take(chosen)
-        senders, send_at = holding.laid_out(cells.send_line, cells.size)
-        wanting, receive_at = wanting.laid_out(cells.receive_line, cells.size)
-        cells = replace(cells, send_at=send_at, receive_at=receive_at)
-        sets = Kinds(kind[chosen], *ends, held)
-        return ListedGeometry(cells, senders, wanting, wanting, copies, wanted, sets)
-
-    def _cells(self) -> tuple[Cells, Ints]:
-        """All cells, each on a line of its destination box alone, and the source box of each."""
-        starts, stops, shift, box = in_want_coordinates(self.have, self.stack.feed)
-        want_starts, want_stops = with_inserted(self.want, self.stack.feed.want_insert)
-        mine, other = overlapping_pairs(starts, stops, want_starts, want_stops)
-        low = np.maximum(starts[mine], want_starts[other])
-        width = np.minimum(stops[mine], want_stops[other]) - low
-        order = np.lexsort([*low.T[::-1]]) if low.shape[1] else np.arange(len(low))
-        zero, size = np.zeros_like(mine), width.prod(axis=1)
-        check_coverage(self.stack, self.want, other, size)
-        cells = Cells(low - shift[mine], low, width, size, zero, zero, other, zero)
-        return cells.take(order), box[mine][order]
-
-    def _addend_holders(self, used: Ints) -> Ints:
-        """For each box and each addend the ranks that hold it, filled up with -1; of the boxes that
-        are used no addend may be lost."""
-        addend, num = addend_of(self.stack.have.layout), len(self.addends)
-        place = {number: at for at, number in enumerate(self.addends)}
-        number = np.array([place[addend[rank]] for rank in self.have.holders.tolist()], np.int64)
-        box = np.repeat(np.arange(len(self.have.starts)), np.diff(self.have.first))
-        count = len(self.have.starts) * num
-        lines, _ = LineSet.sorted(box * num + number, self.have.holders, count)
-        lost = np.argwhere(lines.counts.reshape(-1, num)[used] == 0)
-        if len(lost):
-            at = used[lost[0, 0]]
-            where = Box(tuple(self.have.starts[at]), tuple(self.have.stops[at]))
-            raise CoverageError(
-                f"{self.stack.label}: no rank holds addend {self.addends[lost[0, 1]]} of box "
-                f"{where}: a lost addend cannot be rebuilt"
-            )
-        table = np.full((len(lines.counts), lines.counts.max(initial=1)), -1, dtype=np.int64)
-        column = np.arange(len(lines.members)) - lines.first[lines.line_of]
-        table[lines.line_of, column] = lines.members
-        return table.reshape(-1, num, table.shape[1])
+    copied, copier = repeated(holders.first, kind)
+    copies = cells.take(copied), rank[copier]
+    wanted = int(cells.size @ wanting.counts[cells.receive_line])
+    travels = np.flatnonzero((holders.counts < wanting.counts[receive])[kind])
+    cells = cells.take(travels)
+    send_amounts, send_at = holding.lay_out(cells.send_line, cells.size)
+    amounts, receive_at = wanting.lay_out(cells.receive_line, cells.size)
+    cells = replace(cells, send_at=send_at, receive_at=receive_at)
+    kinds = Kinds(kind[travels], send, receive, holders)
+    return ListedGeometry(
+        cells, holding, send_amounts, wanting, amounts, wanting, copies, wanted, kinds
+    )
 
 
-def _reducing(held: LineSet, wanting: LineSet, wanted: Ints) -> tuple[LineSet, LineSet, Ints]:
+def _cells(stack: Stack, have: Listed, want: Listed) -> tuple[Cells, Ints]:
+    """All cells, each on a line of its destination box alone, and the source box of each."""
+    starts, stops, shift, box = in_want_coordinates(have, stack.feed)
+    want_starts, want_stops = with_inserted(want, stack.feed.want_insert)
+    mine, other = overlapping_pairs(starts, stops, want_starts, want_stops)
+    low = np.maximum(starts[mine], want_starts[other])
+    width = np.minimum(stops[mine], want_stops[other]) - low
+    size, zero = width.prod(axis=1), np.zeros_like(mine)
+    needed = want_stops - want_starts
+    for dim, segments in enumerate(stack.feed.moves):
+        needed[:, dim] = fed_lengths(want_starts[:, dim], want_stops[:, dim], segments)
+    if size.sum() != needed.prod(axis=1).sum():
+        raise_uncovered(stack)
+    order = np.lexsort([*low.T[::-1]]) if low.shape[1] else np.arange(len(low))
+    cells = Cells(low - shift[mine], low, width, size, zero, zero, other, zero)
+    return cells.take(order), box[mine][order]
+
+
+def _addend_holders(stack: Stack, have: Listed, addends: Sequence[int], used: Ints) -> Ints:
+    """For each box and each addend the ranks that hold it, filled up with -1; of the boxes that
+    are used no addend may be lost."""
+    addend, num = addend_of(stack.have.layout), len(addends)
+    place = {number: at for at, number in enumerate(addends)}
+    number = np.array([place[addend[rank]] for rank in have.holders.tolist()], np.int64)
+    box = np.repeat(np.arange(len(have.starts)), np.diff(have.first))
+    lines, _ = LineSet.sorted(box * num + number, have.holders, len(have.starts) * num)
+    lost = np.argwhere(lines.counts.reshape(-1, num)[used] == 0)
+    if len(lost):
+        at = used[lost[0, 0]]
+        where = Box(tuple(have.starts[at]), tuple(have.stops[at]))
+        raise CoverageError(
+            f"{stack.label}: no rank holds addend {addends[lost[0, 1]]} of box {where}: a lost "
+            "addend cannot be rebuilt"
+        )
+    table = np.full((len(lines.counts), lines.counts.max(initial=1)), -1, dtype=np.int64)
+    table[lines.line_of, np.arange(len(lines.members)) - lines.first[lines.line_of]] = lines.members
+    return table.reshape(-1, num, table.shape[1])
+
+
+def _reducing(holders: LineSet, wanting: LineSet, wanted: Ints) -> tuple[LineSet, LineSet, Ints]:
     """The ranks that add up addends of each kind, if possible some that have one: lines of them,
     of all that want the value there, and the line of each kind."""
     lines: dict[tuple[bytes, int], int] = {}
     reducers: list[Ints] = []
     of_kind = np.empty(len(wanted), dtype=np.int64)
     for kind, want in enumerate(wanted.tolist()):
-        some = held.of(kind)
+        some = holders.of(kind)
         chosen = some if len(some) else wanting.of(want)
         of_kind[kind] = lines.setdefault((chosen.tobytes(), want), len(lines))
         if of_kind[kind] == len(reducers):
             reducers.append(chosen)
     first = offsets(np.array([len(ranks) for ranks in reducers], dtype=np.int64))
-    adding = LineSet.plain(first, np.concatenate([*reducers, np.zeros(0, np.int64)]))
+    adding = LineSet(first, np.concatenate([*reducers, np.zeros(0, np.int64)]))
     return adding, wanting.take(np.array([want for _, want in lines], dtype=np.int64)), of_kind
 
 
@@ -216,6 +222,7 @@ class Stations(LineSet):
     """The ranks of lines, host by host: a station is the ranks of a line on one host."""
 
     lines: LineSet  # the hosts of each line, in the order of the stations
+    whole: LineSet  # the ranks of each line, in the order of the stations
 
     @classmethod
     def by_host(cls, lines: LineSet, home: Home) -> Stations:
@@ -226,8 +233,8 @@ class Stations(LineSet):
         new[1:] = (line[1:] != line[:-1]) | (host[1:] != host[:-1])
         first = np.append(np.flatnonzero(new), len(order))
         of_line = np.searchsorted(line[new], np.arange(len(lines.counts) + 1))
-        hosts = LineSet.plain(of_line, host[new])
-        return cls(first[:-1], first, lines.members[order], hosts)
+        ranks = lines.members[order]
+        return cls(first, ranks, LineSet(of_line, host[new]), LineSet(lines.first, ranks))
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,7 +258,7 @@ class HostLines:
         wanting = Stations.by_host(geometry.wanting, home)
         holding = Stations.by_host(geometry.senders, home)
         row, host = holding.lines.common(wanting.lines, kinds.send, kinds.receive)
-        common = LineSet.plain(np.searchsorted(row, np.arange(len(kinds.send) + 1)), host)
+        common = LineSet(np.searchsorted(row, np.arange(len(kinds.send) + 1)), host)
         wanted_at = wanting.lines.find(kinds.receive[row], host)
         held_at = holding.lines.find(kinds.send[row], host)
         wants = wanting.take(wanted_at)
@@ -265,5 +272,4 @@ class HostLines:
         ends = np.append(at[1:] != at[:-1] + 1, True)[: len(at)]
         ends[common.first[1:][common.counts > 0] - 1] = True
         last = np.flatnonzero(ends)
-        found: Ints = at[last[np.searchsorted(last, np.arange(len(ends)))]] + 1
-        return found
+        return at[last[np.searchsorted(last, np.arange(len(ends)))]] + 1

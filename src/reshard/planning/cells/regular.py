@@ -5,24 +5,21 @@ The cells are products of what happens in each dim, and each dim is a short tabl
     source       0 0 0 0 0 0|1 1 1 1 1 1       two parts
     destination  0 0 0 0|1 1 1 1|2 2 2 2       three parts
     common       0 0 0 0|0 0|1 1|1 1 1 1       four runs: (0,0) (0,1) (1,1) (1,2)
-
-so the cells of one region are listed without looking at any other, whatever the number of ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import product
 from math import prod
 
 import numpy as np
 
 from reshard.errors import PlanError
-from reshard.layout.columns import Ints, contained, numbered, spread
+from reshard.layout.columns import Ints, contained, numbered, offsets, spread
 from reshard.layout.grid import DimTable, Grid, grids_of, stacked
-from reshard.planning.cells.transfers import Cells
+from reshard.planning.cells.transfers import Cells, fed_lengths, run_columns
 from reshard.planning.classes import Stack
 from reshard.planning.names import Segments
 from reshard.planning.sharing import LineSet
@@ -35,36 +32,30 @@ class _Side:
     """The runs of a dim seen from one side: which part each is of, and what comes before it."""
 
     part: Ints
-    before: Ints  # elements of the same part in earlier runs
+    runs: LineSet  # the runs of each part, as a line of them
     total: Ints  # elements of each part that meet anything
-    order: Ints  # the runs sorted by part
-    first: Ints  # where the runs of each part begin in ``order``; one more entry ends the last
+    before: Ints  # elements of the same part in earlier runs
 
     @classmethod
     def of(cls, part: Ints, width: Ints, num_parts: int) -> _Side:
         order = np.argsort(part, kind="stable")
-        sorted_width = width[order]
-        ends = np.cumsum(sorted_width)
-        first = np.searchsorted(part[order], np.arange(num_parts + 1))
-        edge = np.concatenate([[0], ends])[first]
-        before = np.empty_like(width)
-        before[order] = ends - sorted_width - edge[part[order]]
-        return cls(part, before, np.diff(edge), order, first)
-
-    def runs(self, part: Ints) -> Ints:
-        return self.order[self.first[part] : self.first[part + 1]]
+        runs = LineSet(np.searchsorted(part[order], np.arange(num_parts + 1)), order)
+        ends, before = offsets(width[order]), np.empty_like(width)
+        edges = ends[runs.first]
+        before[order] = ends[:-1] - edges[part[order]]
+        return cls(part, runs, np.diff(edges), before)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DimMeet:
-    """The runs of one dim inside one interval of each side, in rising order."""
+    """The runs of one dim, each inside one interval of each side, in rising order."""
 
     have_low: Ints
     want_low: Ints
     width: Ints
     have: _Side
     want: _Side
-    needed: Ints  # elements of each destination part that the source should provide
+    needed: int  # elements of the destination that the source should provide
 
     def common(self, have_part: Ints, want_part: Ints) -> Ints:
         """How many elements pairs of parts have in common."""
@@ -73,8 +64,7 @@ class DimMeet:
         widths = np.append(np.bincount(inverse, weights=self.width).astype(np.int64), 0)
         wanted = have_part * num + want_part
         at = np.searchsorted(keys, wanted)
-        found: Ints = np.where(np.append(keys, -1)[at] == wanted, widths[at], 0)
-        return found
+        return np.where(np.append(keys, -1)[at] == wanted, widths[at], 0)
 
 
 def meet_dim(have: DimTable, want: DimTable, segments: Segments | None) -> DimMeet:
@@ -82,16 +72,13 @@ def meet_dim(have: DimTable, want: DimTable, segments: Segments | None) -> DimMe
     starts, stops, parts = have.starts, have.stops, have.parts
     shift, needed = np.zeros(len(starts), dtype=np.int64), want.stops - want.starts
     if segments is not None:
-        runs = np.array(sorted(segments, key=lambda run: run[1]), dtype=np.int64).reshape(-1, 3)
+        runs = run_columns(sorted(segments, key=lambda run: run[1]))
         low, high = runs[:, 0], runs[:, 0] + runs[:, 2]
         run, at = _meeting(low, high, starts, stops)
         shift = (runs[:, 1] - runs[:, 0])[run]
         starts = np.maximum(starts[at], low[run]) + shift
         stops = np.minimum(stops[at], high[run]) + shift
-        parts, needed = parts[at], 0 * needed
-        for _, start, length in segments:
-            common = np.minimum(want.stops, start + length) - np.maximum(want.starts, start)
-            needed += np.maximum(common, 0)
+        parts, needed = parts[at], fed_lengths(want.starts, want.stops, segments)
     mine, other = _meeting(starts, stops, want.starts, want.stops)
     low = np.maximum(starts[mine], want.starts[other])
     width = np.minimum(stops[mine], want.stops[other]) - low
@@ -101,7 +88,7 @@ def meet_dim(have: DimTable, want: DimTable, segments: Segments | None) -> DimMe
         width,
         _Side.of(parts[mine], width, have.num_parts),
         _Side.of(want.parts[other], width, want.num_parts),
-        np.bincount(want.parts, weights=needed, minlength=want.num_parts).astype(np.int64),
+        int(needed.sum()),
     )
 
 
@@ -112,7 +99,7 @@ def _meeting(starts: Ints, stops: Ints, other_starts: Ints, other_stops: Ints) -
     return spread(first, counts)
 
 
-def insert_dims(grid: Grid, at: Sequence[int]) -> Grid:
+def _with_dims(grid: Grid, at: Sequence[int]) -> Grid:
     """The same grid with whole dims of size 1 inserted at these places."""
     dims = list(grid.dims)
     zero, one = np.zeros(1, np.int64), np.ones(1, np.int64)
@@ -129,10 +116,11 @@ class GridPair:
     want: Grid
     dims: tuple[DimMeet, ...]
 
-    @cached_property
-    def provided(self) -> Ints:
-        """Elements of each destination region that the source has."""
-        return _outer([dim.want.total for dim in self.dims])
+    @property
+    def is_regular(self) -> bool:
+        """Whether no rank holds a region and shares a wanted one with ranks that lack it."""
+        alone = len(self.have.replicas) == 1 and len(self.want.replicas) == 1
+        return alone or not contained(self.have.ranks, self.want.ranks).any()
 
     def common_elements(self) -> tuple[Ints, Ints]:
         """The ranks of both meshes, and how many elements each both holds and wants."""
@@ -156,17 +144,23 @@ class GridPair:
         haves, wants = [dim.have for dim in self.dims], [dim.want for dim in self.dims]
         for grid, region, sides in (self.have, have_region, haves), (self.want, want_region, wants):
             if region is not None:
-                some = map(_Side.runs, sides, grid.parts_of(np.array(region)))
+                parts = map(int, grid.parts_of(np.array(region)))
+                some = [side.runs.of(part) for side, part in zip(sides, parts, strict=True)]
                 runs = [
                     one if len(every) == len(side.part) else every[contained(every, one)]
                     for side, every, one in zip(sides, runs, some, strict=True)
                 ]
         return self._product(runs)
 
+    @property
+    def num_cells(self) -> int:
+        return prod(len(dim.width) for dim in self.dims)
+
     def blocks(self, most: int) -> Iterator[Cells]:
+        """All cells, about so many at a time."""
         runs = [np.arange(len(dim.width)) for dim in self.dims]
         longest = max(range(len(runs)), key=lambda dim: len(runs[dim]), default=0)
-        times = max(-(-prod(map(len, runs)) // most), 1)
+        times = max(-(-self.num_cells // most), 1)
         for some in np.array_split(runs[longest], min(times, len(runs[longest]))):
             yield self._product([*runs[:longest], some, *runs[longest + 1 :]])
 
@@ -176,16 +170,15 @@ class GridPair:
         if count > MAX_CELLS:
             raise PlanError(f"{count} cells at once, at most {MAX_CELLS} work: use larger blocks")
         index = np.indices(counts).reshape(len(counts), count)
-        chosen = [run[i] for run, i in zip(runs, index, strict=True)]
-        met = list(zip(self.dims, chosen, strict=True))
-        width = stacked([dim.width[i] for dim, i in met], count)
+        chosen = [(dim, run[i]) for dim, run, i in zip(self.dims, runs, index, strict=True)]
+        width = stacked([dim.width[run] for dim, run in chosen], count)
         return Cells(
-            stacked([dim.have_low[i] for dim, i in met], count),
-            stacked([dim.want_low[i] for dim, i in met], count),
+            stacked([dim.have_low[run] for dim, run in chosen], count),
+            stacked([dim.want_low[run] for dim, run in chosen], count),
             width,
             width.prod(axis=1),
-            *_line([(dim.have, i) for dim, i in met], width),
-            *_line([(dim.want, i) for dim, i in met], width),
+            *_line([(dim.have, run) for dim, run in chosen], width),
+            *_line([(dim.want, run) for dim, run in chosen], width),
         )
 
 
@@ -212,42 +205,32 @@ def _line(sides: Sequence[tuple[_Side, Ints]], width: Ints) -> tuple[Ints, Ints]
     return region, at
 
 
-def pairs_of(stack: Stack) -> list[GridPair] | None:
-    """Every grid of the source met with every grid of the destination; None if either is listed."""
-    have = grids_of(stack.have.layout, stack.have.shape)
-    want = grids_of(stack.want.layout, stack.want.shape)
-    if have is None or want is None:
-        return None
-    feed = stack.feed
-    sources = [insert_dims(grid, feed.have_insert) for grid in have]
-    targets = [insert_dims(grid, feed.want_insert) for grid in want]
-    pairs = []
-    for one, other in product(sources, targets):
-        moves = feed.moves or [None] * len(one.dims)
-        met = [meet_dim(*dims) for dims in zip(one.dims, other.dims, moves, strict=True)]
-        pairs.append(GridPair(one, other, tuple(met)))
-    return pairs
-
-
 def regular_geometry(stack: Stack) -> RegularGeometry | None:
     """The regular geometry of a stack, or None if its cells must be listed."""
-    if stack.have.layout.reduce or stack.want.layout.reduce:
+    have = grids_of(stack.have.layout, stack.have.shape)
+    want = grids_of(stack.want.layout, stack.want.shape)
+    if stack.have.layout.reduce or stack.want.layout.reduce or have is None or want is None:
         return None
-    pairs = pairs_of(stack)
-    if pairs is None or not all(map(_is_regular, pairs)):
+    feed, pairs = stack.feed, list[GridPair]()
+    targets = [_with_dims(grid, feed.want_insert) for grid in want]
+    for one, other in product([_with_dims(grid, feed.have_insert) for grid in have], targets):
+        moves = feed.moves or [None] * len(one.dims)
+        dims = [meet_dim(*dims) for dims in zip(one.dims, other.dims, moves, strict=True)]
+        pairs.append(GridPair(one, other, tuple(dims)))
+    if not all(pair.is_regular for pair in pairs):
         return None
-    senders = [_lines(pair.have, _outer([dim.have.total for dim in pair.dims])) for pair in pairs]
-    receivers = [_lines(pair.want, pair.provided) for pair in pairs]
-    return RegularGeometry(pairs, LineSet.chain(senders), LineSet.chain(receivers))
+    receivers = LineSet.chain([_lines(pair.want) for pair in pairs])
+    return RegularGeometry(
+        pairs,
+        LineSet.chain([_lines(pair.have) for pair in pairs]),
+        np.concatenate([_outer([dim.have.total for dim in pair.dims]) for pair in pairs]),
+        receivers,
+        np.concatenate([_outer([dim.want.total for dim in pair.dims]) for pair in pairs]),
+        receivers,
+    )
 
 
-def _is_regular(pair: GridPair) -> bool:
-    """No rank holds a region and shares a wanted one with ranks that lack it."""
-    alone = len(pair.have.replicas) == 1 and len(pair.want.replicas) == 1
-    return alone or not contained(pair.have.ranks, pair.want.ranks).any()
-
-
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class RegularGeometry:
     """Pairs of grids; the lines of a pair are the regions of its two grids.
 
@@ -256,33 +239,27 @@ class RegularGeometry:
 
     pairs: list[GridPair]
     senders: LineSet
+    send_amounts: Ints
     receivers: LineSet
-    num_addends: int = 1
-    listed: bool = False
-    kinds: None = None
-    addends: tuple[int, ...] = ()
+    receive_amounts: Ints
+    wanting: LineSet  # all replicas of a region lack it, so those that want it share it
+    num_addends = 1
+    listed = False
+    kinds = None
+    addends = ()
 
     @property
-    def wanting(self) -> LineSet:
-        """All replicas of a region lack it, so those that share the receiving are all that want."""
-        return self.receivers
-
-    @property
-    def covered(self) -> bool:
+    def is_covered(self) -> bool:
         """Whether the source has all that the destination wants."""
-        provided: dict[int, Ints] = {}
-        needed: dict[int, Ints] = {}
-        for pair in self.pairs:
-            provided[id(pair.want)] = provided.get(id(pair.want), 0) + pair.provided
-            needed[id(pair.want)] = _outer([dim.needed for dim in pair.dims])
-        return all(bool((provided[key] == needed[key]).all()) for key in needed)
+        needed = {id(pair.want): prod(dim.needed for dim in pair.dims) for pair in self.pairs}
+        return int(self.receive_amounts.sum()) == sum(needed.values())
 
     def cells_per_rank(self) -> tuple[int, int]:
         """The most cells of any source region and of any destination region."""
         sent = wanted = 0
         for pair in self.pairs:
-            sent += prod(int(np.diff(dim.have.first).max(initial=0)) for dim in pair.dims)
-            wanted += prod(int(np.diff(dim.want.first).max(initial=0)) for dim in pair.dims)
+            sent += prod(int(dim.have.runs.counts.max(initial=0)) for dim in pair.dims)
+            wanted += prod(int(dim.want.runs.counts.max(initial=0)) for dim in pair.dims)
         return sent, wanted
 
     def all(self) -> Cells:
@@ -290,13 +267,13 @@ class RegularGeometry:
 
     def cells_of(self, sender: int | None = None, receiver: int | None = None) -> Cells:
         """The cells of the regions that a rank holds, of those that a rank wants, or of both."""
-        found = []
+        parts = [Cells.none(len(self.pairs[0].dims))]
         for number, pair in enumerate(self.pairs):
             have = None if sender is None else pair.have.region_of(sender)
             want = None if receiver is None else pair.want.region_of(receiver)
             if (have is None) == (sender is None) and (want is None) == (receiver is None):
-                found.append(self._numbered(pair.cells(have, want), number))
-        return Cells.chain(found) if found else Cells.none(len(self.pairs[0].dims))
+                parts.append(self._numbered(pair.cells(have, want), number))
+        return parts[-1] if len(parts) <= 2 else Cells.chain(parts)
 
     def blocks(self, most: int) -> Iterator[Cells]:
         """All cells, about so many at a time."""
@@ -312,16 +289,16 @@ class RegularGeometry:
 
     def copied_elements(self) -> tuple[Ints, Ints]:
         """Ranks of both sides, and how much of one tensor each both holds and wants."""
-        found = [pair.common_elements() for pair in self.pairs]
-        return np.concatenate([r for r, _ in found]), np.concatenate([e for _, e in found])
+        ranks, elements = zip(*(pair.common_elements() for pair in self.pairs), strict=True)
+        return np.concatenate(ranks), np.concatenate(elements)
 
     def num_cells(self) -> int:
-        return sum(prod(len(dim.width) for dim in pair.dims) for pair in self.pairs)
+        return sum(pair.num_cells for pair in self.pairs)
 
     @property
     def wanted(self) -> int:
         """Elements of one tensor that ranks want, once per such rank."""
-        return int((self.receivers.amounts * self.receivers.counts).sum())
+        return int(self.receive_amounts @ self.receivers.counts)
 
     def _numbered(self, cells: Cells, pair: int) -> Cells:
         """The cells of a pair; the regions of all pairs are numbered one after the other."""
@@ -332,8 +309,7 @@ class RegularGeometry:
         return replace(cells, send_line=send, receive_line=receive)
 
 
-def _lines(grid: Grid, amounts: Ints) -> LineSet:
+def _lines(grid: Grid) -> LineSet:
     """One line per region; members in rising order, whatever the order of the mesh."""
     members = grid.holders(np.arange(grid.num_regions))
-    first = np.arange(len(amounts) + 1, dtype=np.int64) * members.shape[1]
-    return LineSet(amounts, first, members.reshape(-1))
+    return LineSet(np.arange(len(members) + 1) * members.shape[1], members.reshape(-1))

@@ -1,15 +1,13 @@
-"""Cells of a class of tensors, and the rows of a plan: runs of cells that go from rank to rank.
+"""Cells of a stack, and the rows of a plan: runs of cells that go from rank to rank.
 
-A cell is a box inside one box of the source and one box of the destination. Two geometries with
-mostly the same methods produce them: for two regular layouts on separate ranks, or without
-replicas, the cells of a rank follow from its own regions by arithmetic (``regular``); for all
-others every cell is worked out once (``listed``).
+A cell is a box inside one box of the source and one box of the destination. The cells of a rank
+follow from its own regions by arithmetic (``regular``), or all are worked out once (``listed``).
 
 A row of `Transfers` goes from one rank to another. What a rank sends to a whole line of ranks is
 one row of a `Fan`; what the ranks of a line pass on inside their hosts is a `HostFan`. All three
-give what ranks send and receive, for any amount of each row, without listing every pair of ranks:
-``sent(amounts)`` and ``received(amounts)`` yield ranks and how much, ``served`` is the number of
-ranks that get each row.
+count what ranks send and receive without listing every pair of ranks: ``sent(amounts)`` and
+``received(amounts)`` return ranks and amounts, given an amount for each row; ``served`` is the
+number of ranks that get each row.
 """
 
 from __future__ import annotations
@@ -20,19 +18,16 @@ from functools import cached_property
 from typing import NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 
 from reshard.errors import CoverageError
 from reshard.layout.box import Box
 from reshard.layout.boxlist import Listed, listed_of
-from reshard.layout.columns import Ints
+from reshard.layout.columns import Ints, offsets
 from reshard.layout.coverage import missing_boxes
 from reshard.planning.classes import Stack
-from reshard.planning.names import Feed
-from reshard.planning.sharing import LineSet, Runs, repeated
+from reshard.planning.names import Feed, Segments
+from reshard.planning.sharing import LineSet, Mask, Runs, repeated
 from reshard.text import count
-
-Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -58,8 +53,6 @@ class Cells:
 
     @classmethod
     def chain(cls, parts: Sequence[Cells]) -> Cells:
-        if len(parts) == 1:
-            return parts[0]
         columns = ([getattr(part, each.name) for part in parts] for each in fields(cls))
         return cls(*map(np.concatenate, columns))
 
@@ -74,6 +67,11 @@ class Cells:
     def take(self, rows: Ints) -> Cells:
         return Cells(*(getattr(self, each.name)[rows] for each in fields(self)))
 
+    def box(self, number: int) -> Box:
+        """A cell in the destination."""
+        low, width = self.want_low[number], self.width[number]
+        return Box(tuple(low.tolist()), tuple((low + width).tolist()))
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Kinds:
@@ -82,7 +80,7 @@ class Kinds:
     of: Ints  # the kind of each cell that travels
     send: Ints  # the line of ranks that hold each kind
     receive: Ints  # the line of ranks that want it
-    held: LineSet  # the ranks of each kind that hold what they want
+    holders: LineSet  # the ranks of each kind that hold what they want
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -93,10 +91,9 @@ class Transfers:
     runs: Runs
     source: Ints
     destination: Ints
-    send_line: Ints  # the line of ranks that hold each row
     line: Ints  # the line of ranks that want each row
     part: Ints  # a number that a row has in common with the rows that pass it on or add to it
-    hop: int  # 0: from a source rank; 1 or more: passed on by a rank that got it one hop before
+    hop: int = 0  # 0: from a source rank; 1 or more: passed on by a rank that got it one hop before
     addend: int = -1  # of a pending reduction, that the rows carry; -1 where nothing is added up
     again: bool = False  # whether the sender has sent the same before: this is no first copy
 
@@ -107,12 +104,19 @@ class Transfers:
     def sizes(self) -> Ints:
         return self.runs.stop - self.runs.start
 
+    @property
+    def send_line(self) -> Ints:
+        """The line of ranks that hold each row."""
+        return self.cells.send_line[self.runs.cell]
+
     def take(self, rows: Ints) -> Transfers:
-        columns = (self.source, self.destination, self.send_line, self.line, self.part)
-        source, destination, send_line, line, part = (column[rows] for column in columns)
-        kept = (self.hop, self.addend, self.again)
+        ends = (self.source[rows], self.destination[rows], self.line[rows], self.part[rows])
         runs = self.runs.take(rows)
-        return Transfers(self.cells, runs, source, destination, send_line, line, part, *kept)
+        return Transfers(self.cells, runs, *ends, self.hop, self.addend, self.again)
+
+    def moved(self) -> Transfers:
+        """The rows that do not stay on their rank."""
+        return self.take(np.flatnonzero(self.source != self.destination))
 
     def of_rank(self, rank: int) -> Iterator[Transfers]:
         yield self.take(np.flatnonzero((self.source == rank) | (self.destination == rank)))
@@ -127,11 +131,11 @@ class Transfers:
         served: Ints = (self.source != self.destination).astype(np.int64)
         return served
 
-    def sent(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
-        yield self.source, amounts * self.served
+    def sent(self, amounts: Ints) -> tuple[Ints, Ints]:
+        return self.source, amounts * self.served
 
-    def received(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
-        yield self.destination, amounts * self.served
+    def received(self, amounts: Ints) -> tuple[Ints, Ints]:
+        return self.destination, amounts * self.served
 
     def summed(self, amounts: Ints) -> tuple[Ints, Ints, Ints]:
         """Senders, receivers, and how much goes from each to each."""
@@ -148,30 +152,20 @@ class Fan:
     rows: Transfers  # their destinations do not count
     wanting: LineSet
     kind: Ints  # rows of one kind have the same holders and are wanted by the same ranks
-    held: LineSet  # the ranks of each kind that hold what they want
-    apart: Ints | None = None
-    """Between hosts: the rank of each row's line on the sender's own host, or -1."""
-
-    @property
-    def left_out(self) -> tuple[Ints, Ints]:
-        """Rows, and a rank of its line that each does not go to: its sender, or one there."""
-        if self.apart is None:
-            rank = self.rows.source if self.rows.hop else self.rows.source[:0]
-            return np.arange(len(rank)), rank
-        some = np.flatnonzero(self.apart >= 0)
-        return some, self.apart[some]
+    holders: LineSet  # the ranks of each kind that hold what they want
+    left_out: Ints  # a rank of each row's line that it does not go to, or -1
 
     def take(self, rows: Ints) -> Fan:
-        apart = None if self.apart is None else self.apart[rows]
-        return replace(self, rows=self.rows.take(rows), kind=self.kind[rows], apart=apart)
+        columns = (self.kind[rows], self.holders, self.left_out[rows])
+        return Fan(self.rows.take(rows), self.wanting, *columns)
 
     def of_rank(self, rank: int) -> Iterator[Transfers]:
         """The rows that a rank sends or receives."""
         sent = self.rows.source == rank
         yield from self.listed(np.flatnonzero(sent))
-        gets = self.wanting.has(rank)[self.rows.line] & ~sent
-        if len(self.held.members):
-            gets &= ~self.held.has(rank)[self.kind]
+        gets = self.wanting.has(rank)[self.rows.line] & (self.left_out != rank)
+        if len(self.holders.members):
+            gets &= ~self.holders.has(rank)[self.kind]
         some = np.flatnonzero(gets)
         yield from self._to(some, np.full(len(some), rank))
 
@@ -182,9 +176,9 @@ class Fan:
     def pairs(self, rows: Ints) -> tuple[Ints, Ints]:
         at, member = repeated(self.wanting.first, self.rows.line[rows])
         row, member = rows[at], self.wanting.members[member]
-        gets = member != (self.rows.source if self.apart is None else self.apart)[row]
-        if len(self.held.members):
-            gets &= self.held.find(self.kind[row], member) < 0
+        gets = member != self.left_out[row]
+        if len(self.holders.members):
+            gets &= self.holders.find(self.kind[row], member) < 0
         return row[gets], member[gets]
 
     def _to(self, row: Ints, member: Ints) -> Iterator[Transfers]:
@@ -200,58 +194,59 @@ class Fan:
     @property
     def line_of_kind(self) -> Ints:
         """The line that wants each kind."""
-        line = np.zeros(len(self.held.counts), dtype=np.int64)
+        line = np.zeros(len(self.holders.counts), dtype=np.int64)
         line[self.kind] = self.rows.line
         return line
 
     @cached_property
     def _first_lacking(self) -> Ints:
         """For each kind the first rank of its line that gets rows of it."""
-        line, kind = self.line_of_kind, self.held.line_of
-        place = self.wanting.find(line[kind], self.held.members) - self.wanting.first[line[kind]]
-        leads = place == np.arange(len(kind)) - self.held.first[kind]
+        line, kind = self.line_of_kind, self.holders.line_of
+        place = self.wanting.find(line[kind], self.holders.members) - self.wanting.first[line[kind]]
+        leads = place == np.arange(len(kind)) - self.holders.first[kind]
         at = self.wanting.first[line] + np.bincount(kind[leads], minlength=len(line))
-        found: Ints = np.append(self.wanting.members, -1)[at]
-        return found
+        first: Ints = np.append(self.wanting.members, -1)[at]
+        return first
 
-    def sent(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
-        yield self.rows.source, amounts * self.served
+    def sent(self, amounts: Ints) -> tuple[Ints, Ints]:
+        return self.rows.source, amounts * self.served
 
-    def received(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
-        """Ranks and how much each gets, for an amount of each row; negative amounts correct others.
+    def received(self, amounts: Ints) -> tuple[Ints, Ints]:
+        """Ranks and how much each gets; negative amounts correct others.
 
         Every member of a line gets all of it, except what it sends itself or holds.
         """
-        for lines, number, sign in ((self.wanting, self.rows.line, 1), (self.held, self.kind, -1)):
-            if len(lines.members):
-                total = np.bincount(number, weights=amounts, minlength=len(lines.counts))
-                yield lines.members, np.repeat(total.astype(np.int64), lines.counts) * sign
-        row, rank = self.left_out
-        if len(row):
-            yield rank, -amounts[row]
+        row = np.flatnonzero(self.left_out >= 0)
+        wanted, holders = (
+            np.repeat(
+                np.bincount(number, amounts, len(lines.counts)).astype(np.int64), lines.counts
+            )
+            for lines, number in ((self.wanting, self.rows.line), (self.holders, self.kind))
+        )
+        ranks = np.concatenate([self.wanting.members, self.holders.members, self.left_out[row]])
+        return ranks, np.concatenate([wanted, -holders, -amounts[row]])
 
     @cached_property
     def served(self) -> Ints:
-        served: Ints = self.wanting.counts[self.rows.line] - self.held.counts[self.kind]
-        served[self.left_out[0]] -= 1
-        return served
+        served: Ints = self.wanting.counts[self.rows.line] - self.holders.counts[self.kind]
+        return served - (self.left_out >= 0)
 
     def by_member(self, amounts: Ints | Mask) -> Ints:
         """How much every member of every line gets, for an amount of each row."""
-        lines, held, (row, _) = self.wanting, self.held, self.left_out
+        lines, holders, row = self.wanting, self.holders, np.flatnonzero(self.left_out >= 0)
         total = np.repeat(np.bincount(self.rows.line, amounts, len(lines.counts)), lines.counts)
-        kept = np.bincount(self.kind, amounts, len(held.counts))[held.line_of]
+        kept = np.bincount(self.kind, amounts, len(holders.counts))[holders.line_of]
         total -= np.bincount(self._places[0], kept, len(total))
         total -= np.bincount(self._places[1], amounts[row], len(total))
         return total.astype(np.int64)
 
     @cached_property
     def _places(self) -> tuple[Ints, Ints]:
-        """Where ranks that hold rows, and those left out, stand among the members of lines."""
-        held, (row, rank) = self.held, self.left_out
-        at = self.wanting.find(self.line_of_kind[held.line_of], held.members)
+        """The entries in lines of ranks that hold rows, and of those left out."""
+        holders, row = self.holders, np.flatnonzero(self.left_out >= 0)
+        at = self.wanting.find(self.line_of_kind[holders.line_of], holders.members)
         # Kinds of which there are no rows are on no line.
-        return np.maximum(at, 0), self.wanting.find(self.rows.line[row], rank)
+        return np.maximum(at, 0), self.wanting.find(self.rows.line[row], self.left_out[row])
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,12 +268,12 @@ class HostFan:
         served: Ints = self.fan.served * self.receivers.shape[1]
         return served
 
-    def sent(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
-        yield self.sender, self.fan.by_member(amounts) * self.receivers.shape[1]
+    def sent(self, amounts: Ints) -> tuple[Ints, Ints]:
+        return self.sender, self.fan.by_member(amounts) * self.receivers.shape[1]
 
-    def received(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
+    def received(self, amounts: Ints) -> tuple[Ints, Ints]:
         each = np.repeat(self.fan.by_member(amounts), self.receivers.shape[1])
-        yield self.receivers.reshape(-1), each
+        return self.receivers.reshape(-1), each
 
     def summed(self, amounts: Ints) -> tuple[Ints, Ints, Ints]:
         """Senders, receivers, and how much goes from each to each; pairs with nothing are not
@@ -292,26 +287,11 @@ class HostFan:
 AnyRows = Transfers | Fan | HostFan
 
 
-def check_coverage(stack: Stack, want: Listed, box: Ints, sizes: Ints) -> None:
-    """Refuse a stack of which some wanted box is not made up of cells: given the box of each cell,
-    and its size."""
-    starts, stops = with_inserted(want, stack.feed.want_insert)
-    widths = stops - starts
-    for dim, segments in enumerate(stack.feed.moves):
-        runs = np.array(segments, dtype=np.int64).reshape(-1, 3)
-        low = np.maximum(starts[:, dim, None], runs[:, 1])
-        high = np.minimum(stops[:, dim, None], runs[:, 1] + runs[:, 2])
-        widths[:, dim] = np.maximum(high - low, 0).sum(axis=1)
-    provided = np.bincount(box, weights=sizes, minlength=len(want.starts))
-    if bool((provided != widths.prod(axis=1)).any()):
-        raise_uncovered(stack)
-
-
 def raise_uncovered(stack: Stack) -> NoReturn:
     """Find the first wanted box that no source rank holds, and say so."""
     have = listed_of(stack.have.layout, stack.have.shape)
     starts, stops, *_ = in_want_coordinates(have, stack.feed)
-    held = [Box(tuple(a), tuple(b)) for a, b in zip(starts, stops, strict=True)]
+    boxes = [Box(tuple(a), tuple(b)) for a, b in zip(starts, stops, strict=True)]
     want = listed_of(stack.want.layout, stack.want.shape)
     moves = stack.feed.moves
     fed = Box(
@@ -320,7 +300,7 @@ def raise_uncovered(stack: Stack) -> NoReturn:
     )
     for number, edges in enumerate(zip(*with_inserted(want, stack.feed.want_insert), strict=True)):
         box = Box(*map(tuple, edges))
-        missing = missing_boxes(box & fed if moves else box, held)
+        missing = missing_boxes(box & fed if moves else box, boxes)
         if missing:
             ranks = ", ".join(map(str, want.of(number)[:4]))
             lost = stack.have.layout.words.without
@@ -335,20 +315,34 @@ def raise_uncovered(stack: Stack) -> NoReturn:
 
 
 def in_want_coordinates(have: Listed, feed: Feed) -> tuple[Ints, Ints, Ints, Ints]:
-    """The source boxes where they land: starts, stops, how far they moved, and which box."""
+    """The source boxes in the destination: starts, stops, how far they moved, and which box."""
     starts, stops = with_inserted(have, feed.have_insert)
-    shift = np.zeros_like(starts)
-    box = np.arange(len(starts))
-    for dim, segments in enumerate(feed.moves):
-        runs = np.array(segments, dtype=np.int64).reshape(-1, 3)
+    shift, box = np.zeros_like(starts), np.arange(len(starts))
+    for dim, runs in enumerate(map(run_columns, feed.moves)):
         low = np.maximum(starts[:, dim, None], runs[:, 0])
         high = np.minimum(stops[:, dim, None], runs[:, 0] + runs[:, 2])
         at, run = np.nonzero(low < high)
         starts, stops, shift, box = starts[at], stops[at], shift[at], box[at]
-        by = (runs[:, 1] - runs[:, 0])[run]
-        starts[:, dim], stops[:, dim] = low[at, run] + by, high[at, run] + by
-        shift[:, dim] = by
+        shift[:, dim] = (runs[:, 1] - runs[:, 0])[run]
+        starts[:, dim], stops[:, dim] = low[at, run] + shift[:, dim], high[at, run] + shift[:, dim]
     return starts, stops, shift, box
+
+
+def fed_lengths(starts: Ints, stops: Ints, segments: Segments) -> Ints:
+    """How much of each interval of a destination dim the runs of a feed fill."""
+    runs = run_columns(sorted(segments, key=lambda run: run[1]))
+    before, ends = offsets(runs[:, 2]), np.append(0, runs[:, 1] + runs[:, 2])
+    counts = [np.searchsorted(runs[:, 1], at, side="right") for at in (starts, stops)]
+    low, high = (
+        before[num] - np.maximum(ends[num] - at, 0)
+        for num, at in zip(counts, (starts, stops), strict=True)
+    )
+    return high - low
+
+
+def run_columns(segments: Sequence[tuple[int, int, int]]) -> Ints:
+    """The runs of a dim of a feed, one row each: source start, destination start, length."""
+    return np.array(segments, dtype=np.int64).reshape(-1, 3)
 
 
 def with_inserted(boxes: Listed, dims: Sequence[int]) -> tuple[Ints, Ints]:

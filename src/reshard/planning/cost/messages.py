@@ -1,9 +1,8 @@
 """Who sends messages to whom, over all rounds: all from one rank to another in a round is one.
 
-Messages are pairs of ranks, and rows that a rank sends to a whole line make as many of these as the
-line has ranks, so they are counted by *class*: ranks that pass on parts of the same lines, held by
-the same ranks, have to do with the same others. Small fans are listed; so are pairs of ranks of one
-host, each once, however many parts go from the one to the other.
+A row that goes to a whole line makes as many messages as the line has ranks, so these are counted
+by *class*: ranks that pass on parts of the same lines, held by the same ranks, send to the same
+others. Small fans are listed, and pairs of ranks of one host, each pair once.
 """
 
 from __future__ import annotations
@@ -16,19 +15,15 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.layout.columns import Ints, distinct, distinct_first, mixed, numbered
-from reshard.planning.cells.transfers import AnyRows, Fan, HostFan, Mask, Transfers
+from reshard.layout.columns import Ints, contained, distinct, distinct_first, mixed, numbered
+from reshard.planning.cells.transfers import AnyRows, Fan, HostFan, Transfers
 from reshard.planning.rank import Rows
-from reshard.planning.rounds import Slot, slice_edges
-from reshard.planning.sharing import LineSet, repeated
+from reshard.planning.rounds import slice_edges
+from reshard.planning.sharing import LineSet, Mask, repeated
 
 MAX_LISTED = 1 << 12  # rows of a fan whose pairs are listed one by one
 Places = Callable[[Ints], Ints]  # the places of ranks among all ranks of a plan
-Columns = tuple[Ints, ...]
 Turn = tuple[int, int]  # a phase and a slice; (-1, -1) stands for all of them
-Turns = dict[tuple[Slot, int, bool], list[Columns]]
-"""Numbers, and what must be known of the rows behind them, by when they move. Rows are not kept:
-where every pair of ranks exchanges something, they are many."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,17 +34,27 @@ class Stream(Rows):
 
 
 class _Moving:
-    """What moves in the rounds of one slot at one hop: numbers, each with the rows behind it."""
+    """What a stream moves in each round: numbers (of pairs of ranks), each with a row behind it.
 
-    def __init__(self, slot: Slot, hop: int, steady: bool, columns: Sequence[Columns]) -> None:
-        self.slot, self.hop, self.steady = slot, hop, steady
-        keys, *runs = (np.concatenate(column) for column in zip(*columns, strict=True))
-        if steady:
+    If every row moves in every slice, the stream is steady and its rows are not kept: where every
+    pair of ranks exchanges something, they are many.
+    """
+
+    def __init__(self, stream: Stream, keys: Ints, rows: Ints) -> None:
+        self.slot, self.hop = stream.slot, stream.transfers.hop
+        slices, runs, sizes = self.slot.slices, stream.transfers.runs, stream.transfers.sizes
+        # No unit is larger than that of the slot, so long rows need no look at their cells.
+        steady = slices == 1 or int(sizes.min()) >= slices * self.slot.unit
+        self.steady = self.slot.phases == 1 and (
+            steady or bool((sizes >= slices * stream.units).all())
+        )
+        if self.steady:
             self.keys = distinct(keys)
             return
         order = np.argsort(keys, kind="stable")
-        self._start, self._stop, self._unit, self._part = (column[order] for column in runs)
-        self.keys, self._first = distinct_first(keys[order])
+        self.keys, rows = keys[order], rows[order]
+        columns = (runs.start, runs.stop, stream.units, stream.transfers.part)
+        self._start, self._stop, self._unit, self._part = (column[rows] for column in columns)
 
     def spans(self) -> Iterator[tuple[int, int, Turn]]:
         """The rounds from one to before another in which a phase and a slice move, or, as (-1, -1),
@@ -63,47 +68,35 @@ class _Moving:
                 yield first + part, first + part + 1, (phase, part)
             first += slot.slices + slot.hops
 
-    def moves(self, turn: Turn) -> Mask:
-        """The rows that move in a turn, in the order of their numbers."""
-        phase, part = turn
-        ends = (self._start, self._stop, self._unit, self.slot.slices)
-        moves: Mask = slice_edges(*ends, part) < slice_edges(*ends, part + 1)
-        moves &= self._part % self.slot.phases == phase
-        return moves
-
     def active(self, turn: Turn) -> Ints:
+        """The numbers that move in a turn, in rising order."""
         if self.steady:
             return self.keys
-        found: Ints = self.keys[np.logical_or.reduceat(self.moves(turn), self._first)]
-        return found
+        ends, (phase, part) = (self._start, self._stop, self._unit, self.slot.slices), turn
+        moves = slice_edges(*ends, part) < slice_edges(*ends, part + 1)
+        return _merged([self.keys[moves & (self._part % self.slot.phases == phase)]])
 
 
-class _MovingInside:
+class _MovingInside(_Moving):
     """The same for what is passed on inside hosts: the pairs of ranks that have parts to move."""
 
     def __init__(self, stream: Stream, fan: HostFan, size: int, places: Places) -> None:
-        turns: Turns = {}
-        _add(turns, stream, np.arange(len(fan.rows)), np.arange(len(fan.rows)))
-        self._fan, self._rows = fan, _moving(turns)[0]
-        self.spans = self._rows.spans
-        every = places(fan.sender)[:, None] * size + places(fan.receivers)
-        self._keys, number = numbered(every.reshape(-1))
-        self._number = number.reshape(every.shape)
+        every = np.arange(len(fan.rows))
+        super().__init__(stream, every, every)
+        self._fan = fan
+        pairs = places(fan.sender)[:, None] * size + places(fan.receivers)
+        self._pairs, number = numbered(pairs.reshape(-1))
+        self._number = number.reshape(pairs.shape)
 
     def active(self, turn: Turn) -> Ints:
-        moves = np.ones(len(self._fan.rows), bool) if self._rows.steady else self._rows.moves(turn)
-        here = np.zeros(len(self._keys), dtype=bool)
+        moves, here = np.zeros(len(self._fan.rows), bool), np.zeros(len(self._pairs), bool)
+        moves[super().active(turn)] = True
         here[self._number[self._fan.fan.by_member(moves) > 0]] = True
-        found: Ints = self._keys[here]
-        return found
+        pairs: Ints = self._pairs[here]
+        return pairs
 
 
-AnyMoving = _Moving | _MovingInside
-
-
-def _rounds(
-    moving: Sequence[AnyMoving],
-) -> Iterator[tuple[list[tuple[int, Ints]], int]]:
+def _rounds(moving: Sequence[_Moving]) -> Iterator[tuple[list[tuple[int, Ints]], int]]:
     """What moves in a round, by its place in the list, and in how many rounds just that does."""
     begins: dict[int, list[tuple[int, Turn]]] = {}
     ends: dict[int, list[tuple[int, Turn]]] = {}
@@ -121,27 +114,6 @@ def _rounds(
         yield [(at, moving[at].active(turn)) for at, turn in some], times
 
 
-def _add(found: Turns, stream: Stream, keys: Ints, rows: Ints) -> None:
-    """Add numbers of rows of a stream; steady ones move in every round."""
-    if not len(keys):
-        return
-    slot, slices, runs = stream.slot, stream.slot.slices, stream.transfers.runs
-    sizes: Ints = runs.stop - runs.start
-    columns: Columns = (keys,)
-    # No unit is larger than that of the slot, so long rows need no look at their cells.
-    steady = slices == 1 or int(sizes.min()) >= slices * slot.unit
-    if not steady or slot.phases > 1:
-        units = stream.units
-        steady = slot.phases == 1 and bool((sizes >= slices * units).all())
-        known = () if steady else (runs.start, runs.stop, units, stream.transfers.part)
-        columns += tuple(column[rows] for column in known)
-    found.setdefault((slot, stream.transfers.hop, steady), []).append(columns)
-
-
-def _moving(found: Turns) -> list[_Moving]:
-    return [_Moving(*when, columns) for when, columns in found.items()]
-
-
 def messages_of(
     streams: Iterable[Stream], hosts: Ints, places: Places
 ) -> Iterator[tuple[int, Ints, Sends | None]]:
@@ -151,26 +123,25 @@ def messages_of(
     Ranks are their places; fans do not serve the host of their sender, which is the rank alone
     where hosts are not known.
     """
-    size = len(hosts)
     many: list[Stream] = []
-    listed, groups = Turns(), Turns()
-    inside: list[_MovingInside] = []
+    moving: list[_Moving] = []
     for one in streams:
         if isinstance(one.ends, Fan) and one.ends.served.sum() > MAX_LISTED:
             many.append(one)
         elif isinstance(one.ends, HostFan):
-            inside.append(_MovingInside(one, one.ends, size, places))
+            moving.append(_MovingInside(one, one.ends, len(hosts), places))
         else:
-            _add(listed, one, *pairs_of(one.ends, size, places))
-    moving: list[AnyMoving] = [*_moving(listed), *inside]
+            moving.append(_Moving(one, *pairs_of(one.ends, len(hosts), places)))
+    groups: list[_Moving] = []
     if many:
-        fans = [one.ends for one in many if isinstance(one.ends, Fan)]
-        classes = _Classes.of(fans, hosts, places)
-        for one, keys in zip(many, classes.groups(fans), strict=True):
-            _add(groups, one, keys, np.arange(len(keys)))
-    for active, times in _rounds([*moving, *_moving(groups)]):
-        pairs = _joined([keys for at, keys in active if at < len(moving)])
-        some = _joined([keys for at, keys in active if at >= len(moving)])
+        classes = _Classes.of(
+            [one.ends for one in many if isinstance(one.ends, Fan)], hosts, places
+        )
+        for one, keys in zip(many, classes.groups, strict=True):
+            groups.append(_Moving(one, keys, np.arange(len(keys))))
+    for active, times in _rounds([*moving, *groups]):
+        pairs = _merged([keys for at, keys in active if at < len(moving)])
+        some = _merged([keys for at, keys in active if at >= len(moving)])
         if not len(some):
             yield times, pairs, None
             continue
@@ -194,14 +165,13 @@ def pairs_of(ends: AnyRows, size: int, places: Places) -> tuple[Ints, Ints]:
     return places(source) * size + places(destination), row
 
 
-def _joined(keys: Sequence[Ints]) -> Ints:
+def _merged(keys: Sequence[Ints]) -> Ints:
     """All numbers, each once, in rising order, as those of each list are."""
-    if len(keys) == 1:
-        return keys[0]
     every = np.concatenate([*keys, np.zeros(0, np.int64)])
-    every.sort(kind="stable")  # merges lists that rise, in half the time of another sort
-    found: Ints = every[np.append(every[1:] != every[:-1], True)[: len(every)]]
-    return found
+    if len(keys) > 1:
+        every.sort(kind="stable")  # merges lists that rise, in half the time of another sort
+    once: Ints = every[np.append(every[1:] != every[:-1], True)[: len(every)]]
+    return once
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,35 +185,30 @@ class _Classes:
 
     host: Ints  # the host of each rank, as a number below that of hosts
     hosts: LineSet  # the ranks of each host
-    places: Places
     lines: LineSet  # different lines of all kinds
     line: Ints  # the line of each kind
-    held: LineSet  # the ranks of each kind that hold what is sent
+    holders: LineSet  # the ranks of each kind that hold what is sent
     mark: NDArray[np.uint64]  # a random number for each kind; kinds of equal sets have equal ones
+    groups: list[Ints]  # one number for the sender and the kind of each row of each fan
 
     @classmethod
     def of(cls, fans: Sequence[Fan], hosts: Ints, places: Places) -> _Classes:
         """The kinds of all fans, numbered one after the other."""
-        chains = LineSet.chain([f.wanting for f in fans]), LineSet.chain([f.held for f in fans])
-        every, held = (LineSet.plain(one.first, places(one.members)) for one in chains)
-        kinds = np.zeros(len(held.counts), dtype=np.int64)
-        base = np.cumsum([[0, 0], *([len(f.wanting.counts), len(f.held.counts)] for f in fans)], 0)
-        for fan, (line, kind) in zip(fans, base.tolist(), strict=False):
+        chains = LineSet.chain([f.wanting for f in fans]), LineSet.chain([f.holders for f in fans])
+        every, holders = (LineSet(one.first, places(one.members)) for one in chains)
+        kinds = np.zeros(len(holders.counts), dtype=np.int64)
+        groups, line, kind = [], 0, 0
+        for fan in fans:
             kinds[fan.kind + kind] = fan.rows.line + line
-        of_line, of_held = _sums(every, len(hosts)), _sums(held, len(hosts))
+            groups.append(places(fan.rows.source) * len(kinds) + fan.kind + kind)
+            line, kind = line + len(fan.wanting.counts), kind + len(fan.holders.counts)
+        of_line, of_held = _sums(every, len(hosts)), _sums(holders, len(hosts))
         _, chosen = distinct_first(of_line.view(np.int64))
         number = numbered(of_line.view(np.int64))[1]
         mark = mixed(of_line[kinds] * 3 + of_held)
         host = numbered(hosts)[1]
         ranks, _ = LineSet.sorted(host, np.arange(len(host)), int(host.max(initial=-1)) + 1)
-        return cls(host, ranks, places, every.take(chosen), number[kinds], held, mark)
-
-    def groups(self, fans: Sequence[Fan]) -> Iterator[Ints]:
-        """One number for the sender and the kind of each row of each fan."""
-        base = 0
-        for fan in fans:
-            yield self.places(fan.rows.source) * len(self.line) + fan.kind + base
-            base += len(fan.held.counts)
+        return cls(host, ranks, every.take(chosen), number[kinds], holders, mark, groups)
 
     def sends(self, groups: Ints) -> Sends:
         sender, kind = np.divmod(groups, len(self.line))
@@ -256,10 +221,10 @@ class _Classes:
         table, count = numbered(number * len(self.lines.counts) + self.line[kind])
         of_class, line = np.divmod(table, len(self.lines.counts))
         begin = np.searchsorted(of_class, np.arange(len(classes) + 1))
-        held = self._exceptions(number, kind, line, np.bincount(count), begin)
+        holders = self._exceptions(number, kind, line, np.bincount(count), begin)
         own = repeated(self.hosts.first, self.host[senders])
         own = own[0], self.hosts.members[own[1]]
-        return Sends(senders, of, *self._members(line, begin), held, self.host, own)
+        return Sends(senders, of, *self._members(line, begin), holders, self.host, own)
 
     def _members(self, line: Ints, begin: Ints) -> tuple[Mask, Ints]:
         """The ranks of different sets of lines, one row each, and the row of each class."""
@@ -274,14 +239,14 @@ class _Classes:
 
     def _exceptions(self, number: Ints, kind: Ints, line: Ints, count: Ints, begin: Ints) -> Ints:
         """The ranks that hold what a class sends by all kinds on lines that they are on."""
-        row, at = repeated(self.held.first, kind)
-        keys, key = numbered(number[row] * len(self.host) + self.held.members[at])
+        row, at = repeated(self.holders.first, kind)
+        keys, key = numbered(number[row] * len(self.host) + self.holders.members[at])
         of_class, rank = np.divmod(keys, len(self.host))
         row, at = repeated(begin, of_class)
         inside = self.lines.find(line[at], rank[row]) >= 0
         lines = np.bincount(row, count[at] * inside, len(keys))
-        found: Ints = keys[np.bincount(key, minlength=len(keys)) == lines]
-        return found
+        exceptions: Ints = keys[np.bincount(key, minlength=len(keys)) == lines]
+        return exceptions
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -292,18 +257,16 @@ class Sends:
     of: Ints  # the class of each sender
     members: Mask  # the ranks of sets of lines, one row each
     which: Ints  # the set of each class
-    held: Ints  # ranks of the set of a class that it does not send to; one number for both, rising
+    holders: (
+        Ints  # ranks of the set of a class that it does not send to; one number for both, rising
+    )
     host: Ints  # the host of each rank
     own: tuple[Ints, Ints]  # ranks of the host of each sender: number of the sender, and rank
 
     def reach(self, sender: Ints, rank: Ints) -> Mask:
         """Whether the classes of senders (by number) send to ranks."""
         inside: Mask = self.members[self.which[self.of[sender]], rank]
-        if not len(self.held):
-            return inside
-        key = self.of[sender] * self.members.shape[1] + rank
-        at = np.minimum(np.searchsorted(self.held, key), len(self.held) - 1)
-        inside &= self.held[at] != key
+        inside &= ~contained(self.of[sender] * self.members.shape[1] + rank, self.holders)
         return inside
 
     def known(self, pairs: Ints) -> Mask:
@@ -316,18 +279,17 @@ class Sends:
 
     @property
     def sent(self) -> Ints:
-        held = np.bincount(self.held // self.members.shape[1], minlength=len(self.which))
-        sizes: Ints = self.members.sum(axis=1)[self.which] - held
+        holders = np.bincount(self.holders // self.members.shape[1], minlength=len(self.which))
+        sizes: Ints = self.members.sum(axis=1)[self.which] - holders
         return sizes[self.of] - np.bincount(self.own[0], self.reach(*self.own)).astype(np.int64)
 
     @property
     def received(self) -> Ints:
         size, senders = self.members.shape[1], np.bincount(self.of, minlength=len(self.which))
         of_set, (row, rank) = np.bincount(self.which, senders), np.nonzero(self.members)
-        of_class, held = np.divmod(self.held, size)
-        found = np.bincount(rank, of_set[row], size) - np.bincount(held, senders[of_class], size)
-        found -= np.bincount(self.own[1], self.reach(*self.own), size)
-        return found.astype(np.int64)
+        of_class, holders = np.divmod(self.holders, size)
+        total = np.bincount(rank, of_set[row], size) - np.bincount(holders, senders[of_class], size)
+        return (total - np.bincount(self.own[1], self.reach(*self.own), size)).astype(np.int64)
 
 
 def _sums(lines: LineSet, num_ranks: int) -> NDArray[np.uint64]:

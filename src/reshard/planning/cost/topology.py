@@ -14,6 +14,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import chain
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ class Topology:
         if self.ranks_per_host < 1:
             raise TopologyError(f"ranks_per_host is {self.ranks_per_host}: a host has at least 1")
         seen: set[int] = set()
-        for rank in (rank for host in self.hosts for rank in host):
+        for rank in chain(*self.hosts):
             if rank in seen or rank < 0:
                 raise TopologyError(f"rank {rank} is on two hosts or negative: name each once")
             seen.add(rank)
@@ -96,7 +97,9 @@ class Topology:
             return cls.from_dict(tomllib.loads(data.decode()), str(path))
         except FileNotFoundError:
             raise TopologyError(f"topology {path} does not exist: check the path") from None
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        except TopologyError:
+            raise
+        except (OSError, ValueError, RecursionError) as error:  # tomllib also lets int() raise
             reason = error.strerror if isinstance(error, OSError) else error
             raise TopologyError(
                 f"topology {path} cannot be read: {reason}: expected a TOML file"
@@ -111,24 +114,17 @@ class Topology:
                 f'{where}: "{min(unknown)}" is not known: '
                 "use ranks_per_host, hosts, inside, between"
             )
-        per_host = data.get("ranks_per_host", 8)
-        hosts = data.get("hosts", [])
+        per_host, hosts = data.get("ranks_per_host", 8), data.get("hosts", [])
         are_lists = isinstance(hosts, list) and all(isinstance(host, list) for host in hosts)
-        numbers = [per_host, *(rank for host in hosts for rank in host)] if are_lists else [""]
-        if any(type(number) is not int for number in numbers):
+        if not are_lists or any(type(number) is not int for number in [per_host, *chain(*hosts)]):
             raise TopologyError(f"{where}: ranks_per_host is a number, hosts a list of rank lists")
-        return cls(
-            per_host,
-            tuple(tuple(host) for host in hosts),
-            _link(data.get("inside"), cls.inside, f"{where}: [inside]"),
-            _link(data.get("between"), cls.between, f"{where}: [between]"),
-        )
+        inside = _link(data.get("inside"), cls.inside, f"{where}: [inside]")
+        between = _link(data.get("between"), cls.between, f"{where}: [between]")
+        return cls(per_host, tuple(map(tuple, hosts)), inside, between)
 
     def to_dict(self) -> dict[str, Any]:
         """The topology as plain data."""
-        hosts = [list(host) for host in self.hosts]
-        links = {"inside": asdict(self.inside), "between": asdict(self.between)}
-        return {"ranks_per_host": self.ranks_per_host, "hosts": hosts, **links}
+        return asdict(self) | {"hosts": [list(host) for host in self.hosts]}
 
 
 def _link(data: object, default: Link, where: str) -> Link:
@@ -140,5 +136,5 @@ def _link(data: object, default: Link, where: str) -> Link:
         speed = data.get("bandwidth", default.bandwidth)
         speed = float(parse_bytes(speed)) if isinstance(speed, str) else float(speed)
         return Link(speed, float(data.get("latency", default.latency)))
-    except (SizeError, TypeError, ValueError) as error:
+    except (OverflowError, SizeError, TypeError, ValueError) as error:
         raise TopologyError(f"{where}: {error}") from None
