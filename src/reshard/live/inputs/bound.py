@@ -137,12 +137,12 @@ class AcceptedTensors:
         except AttributeError:  # one of them is no tensor
             return False
         places = [*map(_data_ptr, tensors)]
-        if min(places, default=FREED_BELOW) < FREED_BELOW:
+        if min(places) < FREED_BELOW:  # there is at least one: `BoundTensors.bind`
             low = [one for one, at in zip(tensors, places, strict=True) if at < FREED_BELOW]
             if any(map(_is_freed, low)):
                 return False
         addresses = bound.addresses
-        bound.tensors.update(zip(self._numbers, tensors, strict=True))
+        bound.tensors.update(zip(self._numbers, tensors))  # noqa: B905 - one place per number
         if self._in_a_row:
             addresses[self._slots] = places
         else:
