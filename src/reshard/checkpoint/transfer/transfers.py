@@ -27,7 +27,7 @@ import numpy as np
 
 from reshard.checkpoint.catalog import StoredTensor
 from reshard.checkpoint.output import OutputTensor
-from reshard.checkpoint.piece_table import PieceTable, joined, slabs
+from reshard.checkpoint.piece_table import PieceTable, joined
 from reshard.checkpoint.transfer.packing import SMALL, batches, is_small, tiles
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, CoverageError, DamageError
@@ -54,8 +54,8 @@ class Transfer:
     """The dtype in the output."""
     stored: PieceTable | StoredTensor
     """Every element once, in the coordinates of the output tensor."""
-    replicas: PieceTable
-    """Elements that the source holds a second time; they must be equal."""
+    replicas: PieceTable | None
+    """Elements that the source holds a second time, if any; they must be equal."""
     written: PieceTable | OutputTensor
     """Where the elements are written."""
     zeros: Sequence[Box] = ()
@@ -66,10 +66,10 @@ class Transfer:
     @classmethod
     def of_read(cls, tensor: StoredTensor, want: str, with_replicas: bool = True) -> Transfer:
         """A stored tensor that is only read, into memory; CoverageError if a part is missing."""
-        none = PieceTable.none(len(tensor.shape), itemsize(tensor.dtype))
-        name, stored = tensor.name, {tensor.name: tensor}
-        transfer = transfer_of(name, tensor.shape, want, [Feed(name)], stored, none, tensor.zeros)
-        return transfer if with_replicas else replace(transfer, replicas=none)
+        name, shape, zeros = tensor.name, tensor.shape, tensor.zeros
+        source, replicas = source_of(name, shape, [Feed(name)], {name: tensor}, zeros)
+        replicas = replicas if with_replicas else None
+        return cls(name, shape, tensor.dtype, want, source, replicas, source[:0], zeros)
 
     @property
     def source(self) -> PieceTable:
@@ -100,7 +100,7 @@ class Transfer:
     def windows(self, num_bytes: int) -> Iterable[Box]:
         """The windows, of at most this many bytes in either dtype."""
         widest = max(itemsize(self.have), itemsize(self.want))
-        return slabs(_whole(self.shape), max(num_bytes // widest, 1))
+        return _whole(self.shape).slabs(max(num_bytes // widest, 1))
 
 
 _whole = lru_cache(maxsize=1024)(Box.whole)
@@ -149,8 +149,7 @@ def transfer_of(
         # Boxes whose rows alternate in a file are written row by row.
         has_runs = all(piece.is_contiguous for piece in destination.pieces)
         if has_runs and destination.num_bytes <= SMALL and is_small(first):
-            none = PieceTable.none(len(shape), itemsize(have))
-            return Transfer(name, shape, have, want, first, none, destination, (), is_unchanged)
+            return Transfer(name, shape, have, want, first, None, destination, (), is_unchanged)
     source, replicas = source_of(name, shape, feeds, stored, zeros)
     destination = _table(destination)
     return Transfer(name, shape, have, want, source, replicas, destination, zeros, is_unchanged)
@@ -162,12 +161,11 @@ def source_of(
     feeds: Sequence[Feed],
     stored: Tensors,
     zeros: Sequence[Box] = (),
-) -> tuple[PieceTable, PieceTable]:
-    """Pieces that hold each element once, and pieces that hold elements a second time."""
+) -> tuple[PieceTable, PieceTable | None]:
+    """Pieces that hold each element once, and any that hold elements a second time."""
     first = stored[feeds[0].name]
     if prod(shape) and _is_whole(shape, feeds, stored) and tiles(shape, first.pieces):
-        source = _table(first)
-        return source, PieceTable.none(len(shape), source.itemsize)
+        return _table(first), None
     source, replicas = _without_replicas(pieces_of(feeds, stored), prod(shape))
     missing = prod(shape) - sum(box.size for box in zeros) - int(source.shapes.prod(axis=1).sum())
     if missing:

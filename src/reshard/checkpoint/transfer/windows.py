@@ -319,7 +319,7 @@ def unequal_replicas(
     transfer: Transfer, window: Box, array: Array, buffers: Buffers, read: Read
 ) -> Iterator[tuple[Box, int, Array]]:
     """Read the other stored copies of a window: the box, file and elements of each that differs."""
-    if not len(transfer.replicas):
+    if not transfer.replicas:
         return
     for group in readable(transfer.replicas.within(window), buffers.num_bytes):
         views, copies = group.views(array, window), group.read(buffers.scratch, read)
