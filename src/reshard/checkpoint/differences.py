@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isnan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -44,9 +44,8 @@ BLOCK = 1 << 16
 """Elements that are converted to numbers at a time, as numbers take more memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """How two tensors of one shape differ; see `TensorDiff`."""
+class Difference(NamedTuple):
+    """How one box of two tensors differs; see `TensorDiff`."""
 
     count: int
     first: tuple[int, ...]
@@ -99,7 +98,7 @@ def between(left: Array, right: Array, dtypes: tuple[str, str], box: Box) -> Dif
         if not is_one_dtype:
             one, two = _numbers(pair, dtypes)
             differ[...] = (one != two) & ~(np.isnan(one) & np.isnan(two))
-        if differ.any() and all(map(is_number, dtypes)):
+        if differ.any() and all(map(_is_number, dtypes)):
             distances += _distance(*_numbers([side[differ] for side in pair], dtypes))
     if not apart.any():
         return None
@@ -115,7 +114,7 @@ def between(left: Array, right: Array, dtypes: tuple[str, str], box: Box) -> Dif
     return Difference(count, first, Box(tuple(low), tuple(high)), largest)
 
 
-def is_number(dtype: str) -> bool:
+def _is_number(dtype: str) -> bool:
     """Whether elements of a dtype can be converted to numbers and subtracted."""
     return dtype not in ("complex32", "float8_e8m0fnu")
 
@@ -160,18 +159,16 @@ def compare_entries(left: Source, right: Source) -> tuple[Entries, tuple[str, ..
     rest = {*mine.left_out, *theirs.left_out}
     if mine.objects and theirs.objects:
         sizes = [{n: f"{one.size} bytes" for n, one in c.objects.items()} for c in (mine, theirs)]
-        entries = _differing(
-            sizes, lambda name: _object_sum(left, name) == _object_sum(right, name)
-        )
+        entries = _differing(sizes, lambda n: _object_sum(left, n) == _object_sum(right, n))
     elif mine.values and theirs.values:
         texts = [{n: shown(one) for n, one in c.values.items()} for c in (mine, theirs)]
-        entries = _differing(texts, lambda name: _same(mine.values[name], theirs.values[name]))
+        entries = _differing(texts, lambda n: _same(mine.values[n], theirs.values[n]))
     else:
         names = _names(mine), _names(theirs)
         one, two = (_texts(side, names[0] & names[1]) for side in (left, right))
         both = one.keys() & two.keys()
         texts = [{name: quoted(side[name]) for name in both} for side in (one, two)]
-        entries = _differing(texts, lambda name: one[name] == two[name])
+        entries = _differing(texts, lambda n: one[n] == two[n])
         rest |= (names[0] | names[1]) - both
     what = and_more([quoted(name) for name in sorted(rest)], 3, "entries")
     note = f"not compared, as no tensors and not plain values on both sides: {what}"
@@ -391,7 +388,7 @@ def _compared(left: Source, right: Source, name: str, budget: Budget) -> TensorD
     mine, theirs = left.catalog.tensors[name], right.catalog.tensors[name]
     whole = TensorDiff(name, (mine.shape, theirs.shape), (mine.dtype, theirs.dtype))
     is_alike = _alike(mine, theirs)
-    if mine.shape != theirs.shape or not (is_alike or all(map(is_number, whole.dtypes))):
+    if mine.shape != theirs.shape or not (is_alike or all(map(_is_number, whole.dtypes))):
         return whole
     differs = difference(left, right, name, budget)
     if differs is None and is_alike:

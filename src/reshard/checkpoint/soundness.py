@@ -191,8 +191,7 @@ class _Side:
         if rules is not None and mesh is not None:
             rules.check_mesh(mesh)  # a wrong argument is not damage
         try:
-            with collector_paused():
-                catalog, findings = survey_catalog(storage, rules, mesh)
+            catalog, findings = survey_catalog(storage, rules, mesh)
         except ReshardError as error:
             if checksums is None:
                 raise

@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from reshard.checkpoint.catalog import Catalog, StoredTensor
 from reshard.checkpoint.transfer.transfers import pieces_of
-from reshard.errors import NamesError, PlanError
+from reshard.errors import NamesError, PlanError, require_type
 from reshard.layout.box import Box
 from reshard.layout.coverage import missing_boxes
 from reshard.layout.layout import Layout
@@ -64,6 +64,7 @@ def outlines_of(have: Tensors, names: Names, drop: Sequence[str] = ()) -> dict[s
 
     Tensors that match ``drop`` are used only where names takes them.
     """
+    require_type(names, Mapping, "names=", 'give a dict, as {"new": "old"}')
     produced: dict[str, Outline] = {}
     keys: dict[str, str] = {}
     used = _dropped(have, drop)

@@ -89,8 +89,6 @@ class Request:
         self.src, self.dst = plain_path(self.src), plain_path(self.dst)
         self.mesh, self.layouts = as_mesh(self.mesh), self.layouts or {}
         require_type(self.layouts, Mapping, "layouts=", 'give a dict, as {"*.weight": "tp -"}')
-        names = {} if self.names is None else self.names
-        require_type(names, Mapping, "names=", 'give a dict, as {"new": "old"}')
         if self.workers is not None and not (isinstance(self.workers, int) and self.workers > 0):
             raise CheckpointError(f"workers is {self.workers!r}: give a number of at least 1")
         if self.dtype is not None and not isinstance(self.dtype, Mapping):
