@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard.checkpoint.catalog import StoredPiece, StoredTensor
+from reshard.checkpoint.output import OutputTensor
 from reshard.checkpoint.piece_table import PieceTable, extents
 from reshard.checkpoint.transfer.transfers import (
     Transfer,
@@ -43,8 +44,8 @@ def located(tensor: StoredTensor) -> PieceTable:
 
 
 def plan(shape: tuple[int, ...], have: list[Box], want: list[Box]) -> Transfer:
-    source, target = {"w": stored("w", shape, have)}, located(stored("w", shape, want))
-    return transfer_of("w", shape, "float32", [Feed("w")], source, target)
+    target = OutputTensor("w", shape, "float32", stored("w", shape, want).pieces)
+    return transfer_of(target, [Feed("w")], {"w": stored("w", shape, have)})
 
 
 def counted(located: PieceTable, shape: tuple[int, ...]) -> np.ndarray:
@@ -205,8 +206,8 @@ def test_replicas_are_compared_by_their_bits(dtype: str) -> None:
     whole = [Box.whole(values.shape)] * 2
     pieces = [StoredPiece(box, file, 8, (2, 1)) for file, box in enumerate(whole)]
     tensor = StoredTensor("w", values.shape, dtype, tuple(pieces))
-    target = PieceTable.of(tensor.pieces[:1], 2, values.itemsize)
-    transfer = transfer_of("w", values.shape, dtype, [Feed("w")], {"w": tensor}, target)
+    target = OutputTensor("w", values.shape, dtype, tensor.pieces[:1])
+    transfer = transfer_of(target, [Feed("w")], {"w": tensor})
     buffers = Buffers.of(values.nbytes, casts=False)
 
     def check(other: np.ndarray) -> None:

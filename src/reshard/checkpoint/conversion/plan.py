@@ -113,9 +113,8 @@ def plan_conversion(request: Request, catalog: Catalog, storage: Storage) -> Con
     output = _output(request, format, wanted, catalog, storage)
     transfers = []
     for name, outline in outlines.items():
-        feeds, tensor = outline.feeds or (Feed(name),), output.tensors[name]
-        one = transfer_of(name, tensor.shape, tensor.dtype, feeds, stored, tensor, outline.zeros)
-        transfers.append(one)
+        feeds = outline.feeds or (Feed(name),)
+        transfers.append(transfer_of(output.tensors[name], feeds, stored, outline.zeros))
     others, strays = _others(output, catalog, format)
     rest = left_over(stored, outlines, request.drop)
     output = replace(

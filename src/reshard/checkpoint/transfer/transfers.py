@@ -133,26 +133,19 @@ def chunks_of(transfers: Iterable[Transfer], num_bytes: int) -> Iterator[CopyChu
 
 
 def transfer_of(
-    name: str,
-    shape: tuple[int, ...],
-    want: str,
-    feeds: Sequence[Feed],
-    stored: Tensors,
-    destination: PieceTable | OutputTensor,
-    zeros: Sequence[Box] = (),
+    tensor: OutputTensor, feeds: Sequence[Feed], stored: Tensors, zeros: Sequence[Box] = ()
 ) -> Transfer:
     """Check that the source holds every element of an output tensor, and plan its windows."""
-    first = stored[feeds[0].name]
+    name, shape, want, first = tensor.name, tensor.shape, tensor.dtype, stored[feeds[0].name]
     have = first.dtype
     is_unchanged = have == want and not zeros and [*feeds] == [Feed(name)]
-    if isinstance(destination, OutputTensor) and _is_whole(shape, feeds, stored):
-        # Boxes whose rows alternate in a file are written row by row.
-        has_runs = all(piece.is_contiguous for piece in destination.pieces)
-        if has_runs and destination.num_bytes <= SMALL and is_small(first):
-            return Transfer(name, shape, have, want, first, None, destination, (), is_unchanged)
+    fits = _is_whole(shape, feeds, stored) and tensor.num_bytes <= SMALL and is_small(first)
+    # Boxes whose rows alternate in a file are not written from a pack, but row by row.
+    if fits and all(piece.is_contiguous for piece in tensor.pieces):
+        return Transfer(name, shape, have, want, first, None, tensor, (), is_unchanged)
     source, replicas = source_of(name, shape, feeds, stored, zeros)
-    destination = _table(destination)
-    return Transfer(name, shape, have, want, source, replicas, destination, zeros, is_unchanged)
+    written = _table(tensor)
+    return Transfer(name, shape, have, want, source, replicas, written, zeros, is_unchanged)
 
 
 def source_of(
