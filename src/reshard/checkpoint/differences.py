@@ -40,8 +40,181 @@ if TYPE_CHECKING:
     from reshard.rules import Rules
 
 
+FORMAT = 1
 BLOCK = 1 << 16
 """Elements that are converted to numbers at a time, as numbers take more memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDiff:
+    """A tensor that both checkpoints have and that differs."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    dtypes: tuple[str, str]
+    count: int | None = None
+    """Elements that differ, as numbers where dtypes differ; None where they cannot be compared."""
+    first: tuple[int, ...] | None = None
+    """The index of the first of them."""
+    box: Box | None = None
+    """The smallest box around all of them."""
+    largest: float | int | None = None
+    """The largest absolute difference; None if only NaNs differ, or for dtypes without numbers."""
+    places: tuple[tuple[str, int], ...] = ()
+    """The file and the byte of the first element that differs, on each side."""
+
+    def __str__(self) -> str:
+        name = _shown(self.name)
+        if self.shapes[0] != self.shapes[1]:
+            return f"{name}: shape {self.shapes[0]} and {self.shapes[1]}"
+        apart = "" if self.largest is None else f", by at most {self.largest:.6g}"
+        if self.dtypes[0] != self.dtypes[1]:
+            values = {None: "", 0: ", the same numbers"}.get(self.count, f", numbers differ{apart}")
+            return f"{name}: dtype {self.dtypes[0]} and {self.dtypes[1]}{values}"
+        (one, at), (two, other) = self.places
+        differ = "1 element differs" if self.count == 1 else f"{self.count} elements differ"
+        return (
+            f"{name}: {differ}{apart}, all within {self.box}, the first at {self.first} "
+            f"({one} byte {at}, {two} byte {other})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DiffReport(Report):
+    """The result of ``diff``."""
+
+    checkpoints: tuple[str, str]
+    formats: tuple[str, str]
+    num_files: tuple[int, int]
+    only: tuple[tuple[str, ...], tuple[str, ...]]
+    """Names of tensors that only the first has, and only the second."""
+    changed: tuple[TensorDiff, ...]
+    num_equal: int
+    """Tensors that are equal, bit by bit."""
+    num_recut: int
+    """Those of them with different layouts."""
+    objects: tuple[str, ...]
+    """Entries that are not tensors and that differ, or that one side lacks."""
+    notes: tuple[str, ...] = ()
+    """Remarks, one line each, such as entries that were not compared."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether both hold the same tensors, in any layout, and no other entry differs."""
+        return not (self.only[0] or self.only[1] or self.changed or self.objects)
+
+    @property
+    def recut(self) -> bool:
+        """Whether both hold the same tensors, and at least one has another layout."""
+        return self.equal and self.num_recut > 0
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        for root, kind, files in zip(self.checkpoints, self.formats, self.num_files, strict=True):
+            yield f"{root}: {kind}, {count(files, 'file')}"
+        for root, names in zip(self.checkpoints, self.only, strict=True):
+            if names:
+                yield f"only in {root}: {len(names)}"
+                yield from listed([*map(_shown, names)])
+        if self.changed:
+            yield f"differ: {len(self.changed)}"
+            yield from listed([*map(str, self.changed)])
+        if self.objects:
+            yield f"entries that are no tensors differ: {len(self.objects)}"
+            yield from listed([*map(_shown, self.objects)])
+        if self.recut:
+            yield f"same values, different layouts ({self.num_recut} of {self.num_equal} tensors)"
+        elif self.equal:
+            yield f"same values, same layouts ({count(self.num_equal, 'tensor')})"
+        else:
+            yield f"not the same; {self.num_equal} tensors are equal"
+        yield from self.notes
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data."""
+        data = Report.to_dict(self)
+        for each in data["changed"]:
+            each["box"] = each["box"] and [*each["box"].values()]
+            # JSON has no infinity, and strict readers refuse what Python writes for it.
+            each["largest"] = "inf" if each["largest"] == inf else each["largest"]
+            each["places"] = [{"file": file, "byte": at} for file, at in each["places"]]
+        return {"diff": FORMAT, "equal": self.equal, "recut": self.recut, **data}
+
+
+def _shown(name: str) -> str:
+    """A name, printable, on one line and of bounded length."""
+    return quoted(name)[1:-1]
+
+
+def diff(
+    a: str | Path,
+    b: str | Path,
+    *,
+    memory: int | str = "256MiB",
+    rules: Rules | str | None = None,
+    mesh: Mesh | str | None = None,
+    b_rules: Rules | str | None = None,
+    b_mesh: Mesh | str | None = None,
+    progress: Progress | None = None,
+) -> DiffReport:
+    """Compare two checkpoints tensor by tensor.
+
+    Damage raises an error; ``verify`` lists it.
+    """
+
+    def tell(problem: Problem) -> None:
+        raise DamageError(problem.message)
+
+    with opened(a, rules, mesh) as left, opened(b, b_rules, b_mesh) as right:
+        budget = Budget.for_reading(memory, left.storage, right.storage)
+        mine, theirs = left.catalog.tensors, right.catalog.tensors
+        both = [name for name in mine if name in theirs]
+        comparable = [name for name in both if _alike(mine[name], theirs[name])]
+        meter = Meter(progress, 2 * sum(mine[name].num_bytes for name in comparable))
+        digests = []
+        for side in (left, right):
+            tensors = (side.catalog.tensors[name] for name in comparable)
+            digests.append(digests_of(side, tensors, budget, meter, tell))
+            side.checker.finish(side.storage)
+            side.check_crcs()
+        equal = {name for name in comparable if digests[0][name] == digests[1][name]}
+        differ = [name for name in both if name not in equal]
+        entries, notes = compare_entries(left, right)
+        return DiffReport(
+            checkpoints=(left.storage.root, right.storage.root),
+            formats=(left.catalog.format, right.catalog.format),
+            num_files=(len(left.catalog.files), len(right.catalog.files)),
+            only=(
+                tuple(name for name in mine if name not in theirs),
+                tuple(name for name in theirs if name not in mine),
+            ),
+            changed=tuple(_compared(left, right, name, budget) for name in differ),
+            num_equal=len(equal),
+            num_recut=sum(mine[name].boxes != theirs[name].boxes for name in equal),
+            objects=tuple(entries),
+            notes=notes,
+        )
+
+
+def _compared(left: Source, right: Source, name: str, budget: Budget) -> TensorDiff:
+    mine, theirs = left.catalog.tensors[name], right.catalog.tensors[name]
+    whole = TensorDiff(name, (mine.shape, theirs.shape), (mine.dtype, theirs.dtype))
+    is_alike = _alike(mine, theirs)
+    if mine.shape != theirs.shape or not (is_alike or all(map(_is_number, whole.dtypes))):
+        return whole
+    differs = difference(left, right, name, budget)
+    if differs is None and is_alike:
+        raise DamageError(
+            f"tensor {quoted(name)} differed when it was read first and not again: "
+            "is another process writing to it?"
+        )
+    return differs or replace(whole, count=0)
+
+
+def _alike(one: StoredTensor, two: StoredTensor) -> bool:
+    return (one.shape, one.dtype) == (two.shape, two.dtype)
 
 
 class Difference(NamedTuple):
@@ -222,178 +395,3 @@ def _same(one: Any, two: Any) -> bool:
     if isinstance(one, dict):
         return one.keys() == two.keys() and all(_same(one[key], two[key]) for key in one)
     return bool(one == two) or (isinstance(one, float) and isnan(one) and isnan(two))
-
-
-FORMAT = 1
-
-
-@dataclass(frozen=True, slots=True)
-class TensorDiff:
-    """A tensor that both checkpoints have and that differs."""
-
-    name: str
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    dtypes: tuple[str, str]
-    count: int | None = None
-    """Elements that differ, as numbers where dtypes differ; None where they cannot be compared."""
-    first: tuple[int, ...] | None = None
-    """The index of the first of them."""
-    box: Box | None = None
-    """The smallest box around all of them."""
-    largest: float | int | None = None
-    """The largest absolute difference; None if only NaNs differ, or for dtypes without numbers."""
-    places: tuple[tuple[str, int], ...] = ()
-    """The file and the byte of the first element that differs, on each side."""
-
-    def __str__(self) -> str:
-        name = _shown(self.name)
-        if self.shapes[0] != self.shapes[1]:
-            return f"{name}: shape {self.shapes[0]} and {self.shapes[1]}"
-        apart = "" if self.largest is None else f", by at most {self.largest:.6g}"
-        if self.dtypes[0] != self.dtypes[1]:
-            values = {None: "", 0: ", the same numbers"}.get(self.count, f", numbers differ{apart}")
-            return f"{name}: dtype {self.dtypes[0]} and {self.dtypes[1]}{values}"
-        (one, at), (two, other) = self.places
-        differ = "1 element differs" if self.count == 1 else f"{self.count} elements differ"
-        return (
-            f"{name}: {differ}{apart}, all within {self.box}, the first at {self.first} "
-            f"({one} byte {at}, {two} byte {other})"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class DiffReport(Report):
-    """The result of ``diff``."""
-
-    checkpoints: tuple[str, str]
-    formats: tuple[str, str]
-    num_files: tuple[int, int]
-    only: tuple[tuple[str, ...], tuple[str, ...]]
-    """Names of tensors that only the first has, and only the second."""
-    changed: tuple[TensorDiff, ...]
-    num_equal: int
-    """Tensors that are equal, bit by bit."""
-    num_recut: int
-    """Those of them with different layouts."""
-    objects: tuple[str, ...]
-    """Entries that are not tensors and that differ, or that one side lacks."""
-    notes: tuple[str, ...] = ()
-    """Remarks, one line each, such as entries that were not compared."""
-
-    @property
-    def equal(self) -> bool:
-        """Whether both hold the same tensors, in any layout, and no other entry differs."""
-        return not (self.only[0] or self.only[1] or self.changed or self.objects)
-
-    @property
-    def recut(self) -> bool:
-        """Whether both hold the same tensors, and at least one has another layout."""
-        return self.equal and self.num_recut > 0
-
-    def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        for root, kind, files in zip(self.checkpoints, self.formats, self.num_files, strict=True):
-            yield f"{root}: {kind}, {count(files, 'file')}"
-        for root, names in zip(self.checkpoints, self.only, strict=True):
-            if names:
-                yield f"only in {root}: {len(names)}"
-                yield from listed([*map(_shown, names)])
-        if self.changed:
-            yield f"differ: {len(self.changed)}"
-            yield from listed([*map(str, self.changed)])
-        if self.objects:
-            yield f"entries that are no tensors differ: {len(self.objects)}"
-            yield from listed([*map(_shown, self.objects)])
-        if self.recut:
-            yield f"same values, different layouts ({self.num_recut} of {self.num_equal} tensors)"
-        elif self.equal:
-            yield f"same values, same layouts ({count(self.num_equal, 'tensor')})"
-        else:
-            yield f"not the same; {self.num_equal} tensors are equal"
-        yield from self.notes
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain data."""
-        data = Report.to_dict(self)
-        for each in data["changed"]:
-            each["box"] = each["box"] and [*each["box"].values()]
-            # JSON has no infinity, and strict readers refuse what Python writes for it.
-            each["largest"] = "inf" if each["largest"] == inf else each["largest"]
-            each["places"] = [{"file": file, "byte": at} for file, at in each["places"]]
-        return {"diff": FORMAT, "equal": self.equal, "recut": self.recut, **data}
-
-
-def _shown(name: str) -> str:
-    """A name, printable, on one line and of bounded length."""
-    return quoted(name)[1:-1]
-
-
-def diff(
-    a: str | Path,
-    b: str | Path,
-    *,
-    memory: int | str = "256MiB",
-    rules: Rules | str | None = None,
-    mesh: Mesh | str | None = None,
-    b_rules: Rules | str | None = None,
-    b_mesh: Mesh | str | None = None,
-    progress: Progress | None = None,
-) -> DiffReport:
-    """Compare two checkpoints tensor by tensor.
-
-    Damage raises an error; ``verify`` lists it.
-    """
-
-    def tell(problem: Problem) -> None:
-        raise DamageError(problem.message)
-
-    with opened(a, rules, mesh) as left, opened(b, b_rules, b_mesh) as right:
-        budget = Budget.for_reading(memory, left.storage, right.storage)
-        mine, theirs = left.catalog.tensors, right.catalog.tensors
-        both = [name for name in mine if name in theirs]
-        comparable = [name for name in both if _alike(mine[name], theirs[name])]
-        meter = Meter(progress, 2 * sum(mine[name].num_bytes for name in comparable))
-        digests = []
-        for side in (left, right):
-            tensors = (side.catalog.tensors[name] for name in comparable)
-            digests.append(digests_of(side, tensors, budget, meter, tell))
-            side.checker.finish(side.storage)
-            side.check_crcs()
-        equal = {name for name in comparable if digests[0][name] == digests[1][name]}
-        differ = [name for name in both if name not in equal]
-        entries, notes = compare_entries(left, right)
-        return DiffReport(
-            checkpoints=(left.storage.root, right.storage.root),
-            formats=(left.catalog.format, right.catalog.format),
-            num_files=(len(left.catalog.files), len(right.catalog.files)),
-            only=(
-                tuple(name for name in mine if name not in theirs),
-                tuple(name for name in theirs if name not in mine),
-            ),
-            changed=tuple(_compared(left, right, name, budget) for name in differ),
-            num_equal=len(equal),
-            num_recut=sum(mine[name].boxes != theirs[name].boxes for name in equal),
-            objects=tuple(entries),
-            notes=notes,
-        )
-
-
-def _alike(one: StoredTensor, two: StoredTensor) -> bool:
-    return (one.shape, one.dtype) == (two.shape, two.dtype)
-
-
-def _compared(left: Source, right: Source, name: str, budget: Budget) -> TensorDiff:
-    mine, theirs = left.catalog.tensors[name], right.catalog.tensors[name]
-    whole = TensorDiff(name, (mine.shape, theirs.shape), (mine.dtype, theirs.dtype))
-    is_alike = _alike(mine, theirs)
-    if mine.shape != theirs.shape or not (is_alike or all(map(_is_number, whole.dtypes))):
-        return whole
-    differs = difference(left, right, name, budget)
-    if differs is None and is_alike:
-        raise DamageError(
-            f"tensor {quoted(name)} differed when it was read first and not again: "
-            "is another process writing to it?"
-        )
-    return differs or replace(whole, count=0)
