@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isnan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -217,7 +217,8 @@ def _alike(one: StoredTensor, two: StoredTensor) -> bool:
     return (one.shape, one.dtype) == (two.shape, two.dtype)
 
 
-class Difference(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Difference:
     """How one box of two tensors differs; see `TensorDiff`."""
 
     count: int

@@ -51,7 +51,7 @@ class Outline:
     shape: tuple[int, ...]
     dtype: str
     feeds: tuple[Feed, ...] = field(default=(), compare=False, repr=False)
-    """The source tensors, each with the part that it provides; none for the one of its own name."""
+    """The source tensors, each with the part that it provides."""
     zeros: tuple[Box, ...] = field(default=(), compare=False, repr=False)
     """Boxes that have no source and are zero."""
 
@@ -78,7 +78,11 @@ def outlines_of(have: Tensors, names: Names, drop: Sequence[str] = ()) -> dict[s
             produced[name] = _outline(name, resolved, {part: have[part] for part in parts})
             keys[name] = key
             used.update(parts)
-    kept = {name: Outline(o.shape, o.dtype) for name, o in have.items() if name not in used}
+    kept = {
+        name: Outline(one.shape, one.dtype, (Feed(name),))
+        for name, one in have.items()
+        if name not in used
+    }
     double = next((name for name in kept if name in produced), None)
     if double is not None:
         raise NamesError(
@@ -145,11 +149,11 @@ def rename_tensors(
     outlines = outlines_of(catalog.tensors, names, drop)
     tensors = {}
     for name, outline in outlines.items():
-        feeds = outline.feeds or (Feed(name),)
-        if len(feeds) == 1 and not feeds[0].moves and not outline.zeros:
-            tensors[name] = replace(catalog.tensors[feeds[0].name], name=name)
+        feed, *others = outline.feeds
+        if not (others or feed.moves or outline.zeros):
+            tensors[name] = replace(catalog.tensors[feed.name], name=name)
             continue
-        pieces = tuple(pieces_of(feeds, catalog.tensors).pieces())
+        pieces = tuple(pieces_of(outline.feeds, catalog.tensors).pieces())
         tensors[name] = StoredTensor(name, outline.shape, outline.dtype, pieces, outline.zeros)
     return replace(catalog, tensors=tensors), left_over(catalog.tensors, outlines, drop)
 

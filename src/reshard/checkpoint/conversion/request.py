@@ -258,6 +258,14 @@ def _layouts(outlines: Mapping[str, Outline], request: Request) -> dict[str, Lay
             layouts[name] = Layout(request.mesh or Mesh() if some is None else some.mesh, "...")
         else:
             raise unknown
+    _check_shapes(layouts, outlines)
+    if rules is not None and len(keys) < len(outlines):
+        rules.check_axes(layouts.values(), request.mesh)
+    return layouts
+
+
+def _check_shapes(layouts: Mapping[str, Layout], outlines: Mapping[str, Outline]) -> None:
+    """Refuse layouts that do not fit their tensors; each pair of layout and shape is tried once."""
     pairs: dict[tuple[Layout, tuple[int, ...]], str] = {}
     for name, layout in layouts.items():
         pairs.setdefault((layout, outlines[name].shape), name)
@@ -266,9 +274,6 @@ def _layouts(outlines: Mapping[str, Outline], request: Request) -> dict[str, Lay
             layout.dims(shape)
         except LayoutError as error:
             raise LayoutError(f"tensor {quoted(name)}: {error}") from None
-    if rules is not None and len(keys) < len(outlines):
-        rules.check_axes(layouts.values(), request.mesh)
-    return layouts
 
 
 def _overrides(what: str, keys: Collection[str], names: Iterable[str]) -> dict[str, str]:
