@@ -130,10 +130,12 @@ class PieceTable:
             starts[:, :outer] += at
             stops[:, :outer] = starts[:, :outer] + 1
             parts.append(self.clipped(rows, starts, stops))
-        return joined(parts) if len(parts) > 1 else self
+        return joined(parts)
 
 
 def joined(parts: Sequence[PieceTable]) -> PieceTable:
+    if len(parts) == 1:
+        return parts[0]
     columns: dict[str, Any] = {
         name: np.concatenate([getattr(p, name) for p in parts]) for name in _COLUMNS
     }

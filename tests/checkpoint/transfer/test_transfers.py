@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard.checkpoint.catalog import StoredPiece, StoredTensor
+from reshard.checkpoint.conversion.names import left_over, outlines_of
 from reshard.checkpoint.output import OutputTensor
 from reshard.checkpoint.piece_table import PieceTable, extents
 from reshard.checkpoint.transfer.transfers import (
@@ -25,7 +27,7 @@ from reshard.layout.box import Box, row_major
 from reshard.layout.boxlist import listed_of
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
-from reshard.planning.names import Feed
+from reshard.planning.names import Feed, stack
 from tests.checkpoint.making import disjoint_boxes, overlapping_boxes
 from tests.soak import cases, within
 
@@ -222,22 +224,47 @@ def test_replicas_are_compared_by_their_bits(dtype: str) -> None:
         check(negative)
 
 
+def calls_of(action: Callable[[], object]) -> int:
+    """The calls of Python and C functions, the same on any machine."""
+    calls = 0
+
+    def note(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
 def test_a_further_piece_costs_little() -> None:
-    """The calls for each piece that is read from a file of its own, counted on any machine."""
-    calls = []
-    for count in (10, 110):
+    """What it costs to read it from a file of its own."""
+
+    def calls(count: int) -> int:
         parts = columns(Layout(Mesh(x=count), "x -"), (count, 4))
         transfer = Transfer("w", (count, 4), "int16", "int16", parts, parts[:0], parts)
         whole, buffers = Box.whole((count, 4)), Buffers.of(8 * count, casts=False)
         copies = Copies(*np.zeros((count, 4), np.int16))
-        calls.append(0)
+        return calls_of(lambda: fill(transfer, whole, buffers, copies.read_into))
 
-        def note(frame: object, event: str, argument: object) -> None:
-            calls[-1] += event in ("call", "c_call")
+    assert (calls(110) - calls(10)) / 100 < 60
 
-        sys.setprofile(note)
-        try:
-            fill(transfer, whole, buffers, copies.read_into)
-        finally:
-            sys.setprofile(None)
-    assert (calls[1] - calls[0]) / 100 < 60
+
+def test_a_further_source_costs_little() -> None:
+    """What it costs to plan one of the sources of a stack."""
+
+    def calls(count: int) -> int:
+        have = {f"w.{n}": stored(f"w.{n}", (4, 4), [Box.whole((4, 4))]) for n in range(count)}
+        outlines = outlines_of(have, {"w": stack("w.{n}")})
+        target = OutputTensor("w", (count, 4, 4), "float32", ())
+
+        def plan() -> None:
+            transfer_of(target, outlines["w"].feeds, have)
+            assert left_over(have, outlines) == ()
+
+        return calls_of(plan)
+
+    assert (calls(110) - calls(10)) / 100 < 320

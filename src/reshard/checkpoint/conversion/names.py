@@ -104,11 +104,12 @@ def left_over(
     """
     taken: dict[str, list[Box]] = {}
     whole = _dropped(have, drop)
-    for feed in (feed for outline in outlines.values() for feed in outline.feeds):
-        if feed.moves:
-            taken.setdefault(feed.name, []).append(_source_box(feed))
+    for outline in outlines.values():
+        feed, *others = outline.feeds
+        if others or not feed.moves:  # joins and stacks take each source whole
+            whole.update(one.name for one in outline.feeds)
         else:
-            whole.add(feed.name)
+            taken.setdefault(feed.name, []).append(_source_box(feed))
     rest = []
     for name in sorted(taken.keys() - whole):
         holes = missing_boxes(Box.whole(have[name].shape), taken[name])

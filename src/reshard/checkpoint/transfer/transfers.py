@@ -235,7 +235,8 @@ def _placed(tensor: StoredTensor, feed: Feed) -> PieceTable:
         wider = {n: np.insert(getattr(pieces, n), dim, at, axis=1) for n, at in columns.items()}
         pieces = replace(pieces, **wider)
     for dim, segments in enumerate(feed.moves):
-        pieces = joined([pieces[:0], *(_moved(pieces, dim, *segment) for segment in segments)])
+        moved = [_moved(pieces, dim, *segment) for segment in segments]
+        pieces = joined(moved) if moved else pieces[:0]
     if not feed.want_insert:
         return pieces
     narrower = {n: np.delete(getattr(pieces, n), feed.want_insert, axis=1) for n in columns}
