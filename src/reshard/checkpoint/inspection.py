@@ -50,129 +50,18 @@ if TYPE_CHECKING:
     from reshard.rules import Rules
 
 
+VERSION = 1
+SHOWN_HOLES = 3
 WHOLE = "whole"
 AXES = "xyzuvwabcdefghijklmnopqrst"
 MAX_SIZES = 16
 """The most sizes of an uneven dim that are written out."""
-
-
-def recovered(shape: Sequence[int], boxes: Iterable[Box]) -> str:
-    """A mesh and a layout with these boxes, ``whole``, or else the number of boxes."""
-    stored = Counter(box for box in boxes if box.size)
-    if not stored:
-        return WHOLE if 0 in shape else "0 boxes"
-    no_layout = f"{stored.total()} boxes"
-    copies, edges = set(stored.values()), grid_edges(stored)
-    if len(copies) > 1 or edges is None or len(edges) > len(AXES):
-        return no_layout
-    axes: dict[str, int] = {}
-    words: list[str] = []
-    for length, dim in zip(shape, edges, strict=True):
-        sizes = [stop - start for start, stop in pairwise(dim)]
-        if (dim[0], dim[-1]) != (0, length):  # a part is missing
-            return no_layout
-        if len(sizes) == 1:
-            words.append("-")
-            continue
-        axis = AXES[len(axes)]
-        axes[axis] = len(sizes)
-        chunk = -(-length // len(sizes))
-        if any(size != chunk for size in sizes[:-1]) or sizes[-1] > chunk:
-            if len(sizes) > MAX_SIZES:
-                return no_layout
-            axis = f"{axis}[{','.join(map(str, sizes))}]"
-        words.append(axis)
-    if copies != {1}:
-        axes["rep"] = copies.pop()
-    mesh = " ".join(f"{axis}={size}" for axis, size in axes.items())
-    return f"{mesh}: {' '.join(words) if axes.keys() - {'rep'} else '...'}" if mesh else WHOLE
-
-
 MAX_ROWS = 60
 MAX_NAME = 64
 MAX_LAYOUT = 48
 MAX_TREE = 2000
 
 _NUMBER = re.compile(r"(?<![^.])\d{1,9}(?![^.])")
-
-
-def _headline(report: Inspection) -> str:
-    state = "damaged" if report.damage else "unsupported" if report.unsupported else "complete"
-    return (
-        f"{report.path}: {report.format}, {count(report.num_tensors, 'tensor')} of "
-        f"{format_bytes(report.num_bytes)} in {count(len(report.files), 'file')}, {state}"
-    )
-
-
-def _facts(report: Inspection) -> Iterator[str]:
-    yield ""
-    if report.objects:
-        size = format_bytes(sum(report.objects.values()))
-        yield f"objects  {len(report.objects)} that are no tensors, {size}: {_few(report.objects)}"
-    if report.files:
-        sizes = [file.size for file in report.files]
-        least, most = format_bytes(min(sizes)), format_bytes(max(sizes))
-        each = f", each {least}" if least == most else f", from {least} to {most}"
-        yield f"files    {len(sizes)} of {format_bytes(sum(sizes))}{each if len(sizes) > 1 else ''}"
-    if report.others:
-        paths = [file.path for file in report.others]
-        what = "without tensors" if report.files else "not read"
-        yield f"others   {len(paths)} {what}: {_few(paths)}"
-    if report.checksums is not None:
-        covered = count(report.checksums.num_chunks, "chunk")
-        tensors = count(report.checksums.num_digests, "tensor")
-        yield f"checksums: yes ({covered}, digests of {tensors})"
-    if report.metadata:
-        pairs = [f"{key}={shorten(text, 40)}" for key, text in report.metadata.items()]
-        yield f"metadata {_few(pairs)}"
-
-
-def _findings(report: Inspection) -> Iterator[str]:
-    for title in ("damage", "unsupported", "notes"):
-        lines: tuple[str, ...] = getattr(report, title)
-        if lines:
-            yield from ("", title, *listed([*map(printable, lines)]))
-
-
-_Named: TypeAlias = "list[tuple[list[str], InspectedTensor]]"
-"""Tensors, each with the parts of its name."""
-
-
-def _tree_lines(tensors: Iterable[InspectedTensor]) -> Iterator[str]:
-    """The lines of a tree of dotted names; without recursion, because they may be nested deeply."""
-    top = _children([(tensor.name.split("."), tensor) for tensor in tensors], 0)
-    pending = [(child, 0, 0) for child in reversed(top)]
-    while pending:
-        group, start, depth = pending.pop()
-        stop, children = start + 1, _children(group, start + 1)
-        while len(children) == 1 and len(children[0]) == len(group):  # self_attn.q_proj
-            stop, children = stop + 1, _children(group, stop + 1)
-        pending += [(child, stop, depth + 1) for child in reversed(children)]
-        parts, tensor = group[0]
-        about = format_bytes(sum(one.num_bytes for _, one in group))
-        if children:
-            about += f", {count(len(group), 'tensor')}"
-        else:
-            layout = shorten(printable(tensor.layout), MAX_LAYOUT)
-            about = f"{format_shape(tensor.shape)} {tensor.dtype}, {layout}, {about}"
-        yield f"{'  ' * depth}{printable(shorten('.'.join(parts[start:stop]), MAX_NAME))}  {about}"
-
-
-def _children(group: _Named, at: int) -> list[_Named]:
-    """Tensors grouped by one part of their names, without those whose names end before it."""
-    children: dict[str, _Named] = {}
-    for parts, tensor in group:
-        if len(parts) > at:
-            children.setdefault(parts[at], []).append((parts, tensor))
-    return [*children.values()]
-
-
-def _few(names: Iterable[str]) -> str:
-    return and_more([shorten(printable(name), MAX_NAME) for name in names], 5)
-
-
-VERSION = 1
-SHOWN_HOLES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,3 +210,110 @@ def _tensors(catalog: Catalog, damage: list[str]) -> Iterator[InspectedTensor]:
                 f"{catalog.root}: no file holds {and_more(holes, SHOWN_HOLES)} of tensor "
                 f"{quoted(tensor.name)} of shape {tensor.shape}: a shard is missing"
             )
+
+
+def recovered(shape: Sequence[int], boxes: Iterable[Box]) -> str:
+    """A mesh and a layout with these boxes, ``whole``, or else the number of boxes."""
+    stored = Counter(box for box in boxes if box.size)
+    if not stored:
+        return WHOLE if 0 in shape else "0 boxes"
+    no_layout = f"{stored.total()} boxes"
+    copies, edges = set(stored.values()), grid_edges(stored)
+    if len(copies) > 1 or edges is None or len(edges) > len(AXES):
+        return no_layout
+    axes: dict[str, int] = {}
+    words: list[str] = []
+    for length, dim in zip(shape, edges, strict=True):
+        sizes = [stop - start for start, stop in pairwise(dim)]
+        if (dim[0], dim[-1]) != (0, length):  # a part is missing
+            return no_layout
+        if len(sizes) == 1:
+            words.append("-")
+            continue
+        axis = AXES[len(axes)]
+        axes[axis] = len(sizes)
+        chunk = -(-length // len(sizes))
+        if any(size != chunk for size in sizes[:-1]) or sizes[-1] > chunk:
+            if len(sizes) > MAX_SIZES:
+                return no_layout
+            axis = f"{axis}[{','.join(map(str, sizes))}]"
+        words.append(axis)
+    if copies != {1}:
+        axes["rep"] = copies.pop()
+    mesh = " ".join(f"{axis}={size}" for axis, size in axes.items())
+    return f"{mesh}: {' '.join(words) if axes.keys() - {'rep'} else '...'}" if mesh else WHOLE
+
+
+def _headline(report: Inspection) -> str:
+    state = "damaged" if report.damage else "unsupported" if report.unsupported else "complete"
+    return (
+        f"{report.path}: {report.format}, {count(report.num_tensors, 'tensor')} of "
+        f"{format_bytes(report.num_bytes)} in {count(len(report.files), 'file')}, {state}"
+    )
+
+
+def _facts(report: Inspection) -> Iterator[str]:
+    yield ""
+    if report.objects:
+        size = format_bytes(sum(report.objects.values()))
+        yield f"objects  {len(report.objects)} that are no tensors, {size}: {_few(report.objects)}"
+    if report.files:
+        sizes = [file.size for file in report.files]
+        least, most = format_bytes(min(sizes)), format_bytes(max(sizes))
+        each = f", each {least}" if least == most else f", from {least} to {most}"
+        yield f"files    {len(sizes)} of {format_bytes(sum(sizes))}{each if len(sizes) > 1 else ''}"
+    if report.others:
+        paths = [file.path for file in report.others]
+        what = "without tensors" if report.files else "not read"
+        yield f"others   {len(paths)} {what}: {_few(paths)}"
+    if report.checksums is not None:
+        covered = count(report.checksums.num_chunks, "chunk")
+        tensors = count(report.checksums.num_digests, "tensor")
+        yield f"checksums: yes ({covered}, digests of {tensors})"
+    if report.metadata:
+        pairs = [f"{key}={shorten(text, 40)}" for key, text in report.metadata.items()]
+        yield f"metadata {_few(pairs)}"
+
+
+def _findings(report: Inspection) -> Iterator[str]:
+    for title in ("damage", "unsupported", "notes"):
+        lines: tuple[str, ...] = getattr(report, title)
+        if lines:
+            yield from ("", title, *listed([*map(printable, lines)]))
+
+
+def _few(names: Iterable[str]) -> str:
+    return and_more([shorten(printable(name), MAX_NAME) for name in names], 5)
+
+
+_Named: TypeAlias = "list[tuple[list[str], InspectedTensor]]"
+"""Tensors, each with the parts of its name."""
+
+
+def _tree_lines(tensors: Iterable[InspectedTensor]) -> Iterator[str]:
+    """The lines of a tree of dotted names; without recursion, because they may be nested deeply."""
+    top = _children([(tensor.name.split("."), tensor) for tensor in tensors], 0)
+    pending = [(child, 0, 0) for child in reversed(top)]
+    while pending:
+        group, start, depth = pending.pop()
+        stop, children = start + 1, _children(group, start + 1)
+        while len(children) == 1 and len(children[0]) == len(group):  # self_attn.q_proj
+            stop, children = stop + 1, _children(group, stop + 1)
+        pending += [(child, stop, depth + 1) for child in reversed(children)]
+        parts, tensor = group[0]
+        about = format_bytes(sum(one.num_bytes for _, one in group))
+        if children:
+            about += f", {count(len(group), 'tensor')}"
+        else:
+            layout = shorten(printable(tensor.layout), MAX_LAYOUT)
+            about = f"{format_shape(tensor.shape)} {tensor.dtype}, {layout}, {about}"
+        yield f"{'  ' * depth}{printable(shorten('.'.join(parts[start:stop]), MAX_NAME))}  {about}"
+
+
+def _children(group: _Named, at: int) -> list[_Named]:
+    """Tensors grouped by one part of their names, without those whose names end before it."""
+    children: dict[str, _Named] = {}
+    for parts, tensor in group:
+        if len(parts) > at:
+            children.setdefault(parts[at], []).append((parts, tensor))
+    return [*children.values()]

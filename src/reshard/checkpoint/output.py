@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import lcm, prod
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ from reshard.checkpoint.storage.local import TENSOR_FILES, StoredFile
 from reshard.dtypes import itemsize
 from reshard.errors import CoverageError, LayoutError
 from reshard.layout.boxlist import listed_of
+from reshard.layout.columns import sized_cache
 from reshard.layout.layout import Layout
 from reshard.text import quoted
 
@@ -127,7 +127,7 @@ def owned_boxes(name: str, wanted: Wanted, number: int) -> Sequence[OwnedBox]:
     return _turn(layout, wanted.shape, number % period)
 
 
-@lru_cache(maxsize=1024)
+@sized_cache(16 << 20, lambda counted, layout, shape: layout.num_bytes)
 def _counted(layout: Layout, shape: tuple[int, ...]) -> tuple[int, int]:
     """The number of elements in all boxes of a layout, and the period of the turns."""
     listed = listed_of(layout, shape)
@@ -135,7 +135,7 @@ def _counted(layout: Layout, shape: tuple[int, ...]) -> tuple[int, int]:
     return elements, lcm(*np.diff(listed.first).tolist())
 
 
-@lru_cache(maxsize=1024)
+@sized_cache(64 << 20, lambda boxes, layout, shape, turn: layout.num_bytes + 320 * len(boxes))
 def _turn(layout: Layout, shape: tuple[int, ...], turn: int) -> tuple[OwnedBox, ...]:
     listed = listed_of(layout, shape)
     counts = np.diff(listed.first)

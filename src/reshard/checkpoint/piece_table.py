@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,11 +48,6 @@ class PieceTable:
         starts, stops = table[:, :num_dims], table[:, num_dims : 2 * num_dims]
         strides = table[:, 2 * num_dims : -2] * itemsize
         return cls(itemsize, starts, stops, table[:, -2], table[:, -1], strides)
-
-    @classmethod
-    @lru_cache(maxsize=1024)
-    def none(cls, num_dims: int, itemsize: int) -> PieceTable:
-        return cls.of((), num_dims, itemsize)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -135,10 +130,12 @@ class PieceTable:
             starts[:, :outer] += at
             stops[:, :outer] = starts[:, :outer] + 1
             parts.append(self.clipped(rows, starts, stops))
-        return joined(parts) if len(parts) > 1 else self
+        return joined(parts)
 
 
 def joined(parts: Sequence[PieceTable]) -> PieceTable:
+    if len(parts) == 1:
+        return parts[0]
     columns: dict[str, Any] = {
         name: np.concatenate([getattr(p, name) for p in parts]) for name in _COLUMNS
     }
@@ -203,21 +200,3 @@ def tensors_at(catalog: Catalog, ranges: Iterable[tuple[int, int, int]]) -> Iter
     for file, start, stop in ranges:
         hit = (files == file) & (starts < stop) & (stops > start)
         yield [names[number] for number in dict.fromkeys(numbers[hit].tolist())]
-
-
-def slabs(box: Box, limit: int) -> Iterator[Box]:
-    """Split a box into boxes of at most ``limit`` elements, in row-major order.
-
-    >>> [str(part) for part in slabs(Box((0, 0), (5, 4)), 8)]
-    ['[0:2, 0:4]', '[2:4, 0:4]', '[4:5, 0:4]']
-    """
-    shape = box.shape
-    if box.size <= limit:
-        if box.size:
-            yield box
-        return
-    dim = next(dim for dim in range(len(shape)) if shape[dim] > 1)
-    rows = max(limit // (box.size // shape[dim]), 1)
-    for low in range(box.start[dim], box.stop[dim], rows):
-        _, part = box.split(dim, low)
-        yield from slabs(part.split(dim, low + rows)[0], limit)

@@ -151,18 +151,22 @@ def verify(
             known = " but the CRC-32 of torch.save: of tensors, not of other bytes"
             rest = known if left.source.crcs else ": a changed byte would not be detected"
             left.notes.append(f"there are no checksums{rest}")
-    lines = "".join(f"{digest} {name}\n" for name, digest in sorted(left.digests.items()))
-    data = lines.encode("utf-8", "surrogatepass")  # a name in JSON may be anything
     return VerifyReport(
         checkpoints=tuple(side.root for side in sides),
         num_tensors=len(left.source.catalog.tensors),
         num_bytes=left.num_bytes,
         checked_bytes=sum(side.checked_bytes for side in sides),
-        digest=hashlib.blake2b(data, digest_size=16).hexdigest(),
+        digest=_digest_of_all(left.digests),
         digests=left.digests,
         problems=tuple(problems),
         notes=tuple(note for side in sides for note in side.notes),
     )
+
+
+def _digest_of_all(digests: Mapping[str, str]) -> str:
+    lines = "".join(f"{digest} {name}\n" for name, digest in sorted(digests.items()))
+    data = lines.encode("utf-8", "surrogatepass")  # a name in JSON may be anything
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 class _Side:
@@ -187,30 +191,34 @@ class _Side:
         listed = storage.list() if checksums is not None else ()
         self.is_whole = any(file.path == SIDECAR for file in listed)
         """Whether checksums are of a folder that was opened, not of a single file of it."""
-        rules, mesh = as_rules(rules, storage), as_mesh(mesh)
-        if rules is not None and mesh is not None:
-            rules.check_mesh(mesh)  # a wrong argument is not damage
-        try:
-            with collector_paused():
-                catalog, findings = survey_catalog(storage, rules, mesh)
-        except ReshardError as error:
-            if checksums is None:
-                raise
-            # The checksums show where a changed byte made a header invalid.
-            catalog = Catalog(storage.root, "unreadable", (), {})
-            findings = Findings(damage=[str(error)])
-        for line in findings.damage:
-            self._add(Problem("unreadable", line))
-        for line in findings.unsupported:
-            self._add(Problem(UNSUPPORTED, line))
-        self.is_known = not findings.any
+        self.is_known = True
         """Whether the catalog could be read completely."""
+        catalog = self._survey(as_rules(rules, storage), as_mesh(mesh), checksums is not None)
         try:
             self.source = Source.of(storage, catalog, checksums)
         except DamageError as error:  # of an entry that is no tensor: the tensors are examined
             self._add(Problem("damage", str(error)))
             source = Source.of(storage, replace(catalog, objects={}), checksums)
             self.source = replace(source, catalog=catalog)
+
+    def _survey(self, rules: Rules | None, mesh: Mesh | None, has_checksums: bool) -> Catalog:
+        """Read the headers; what cannot be read becomes problems."""
+        if rules is not None and mesh is not None:
+            rules.check_mesh(mesh)  # a wrong argument is not damage
+        try:
+            catalog, findings = survey_catalog(self.storage, rules, mesh)
+        except ReshardError as error:
+            if not has_checksums:
+                raise
+            # The checksums show where a changed byte made a header invalid.
+            catalog = Catalog(self.root, "unreadable", (), {})
+            findings = Findings(damage=[str(error)])
+        for line in findings.damage:
+            self._add(Problem("unreadable", line))
+        for line in findings.unsupported:
+            self._add(Problem(UNSUPPORTED, line))
+        self.is_known = not findings.any
+        return catalog
 
     def _add(self, problem: Problem) -> None:
         if len(self.problems) < MAX_PROBLEMS:

@@ -109,6 +109,23 @@ class Box:
         start = (*self.start[:dim], at, *self.start[dim + 1 :])
         return Box(self.start, stop), Box(start, self.stop)
 
+    def slabs(self, limit: int) -> Iterator[Box]:
+        """The box in parts of at most ``limit`` elements, in row-major order.
+
+        >>> [str(part) for part in Box((0, 0), (5, 4)).slabs(8)]
+        ['[0:2, 0:4]', '[2:4, 0:4]', '[4:5, 0:4]']
+        """
+        shape = self.shape
+        if self.size <= limit:
+            if self.size:
+                yield self
+            return
+        dim = next(dim for dim in range(len(shape)) if shape[dim] > 1)
+        rows = max(limit // (self.size // shape[dim]), 1)
+        for low in range(self.start[dim], self.stop[dim], rows):
+            _, part = self.split(dim, low)
+            yield from part.split(dim, low + rows)[0].slabs(limit)
+
     def shift(self, by: Sequence[int]) -> Box:
         """The same box, moved by so many elements in each dim."""
         return Box(

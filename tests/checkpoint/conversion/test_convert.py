@@ -38,7 +38,7 @@ from tests.checkpoint.converting import (
     small_windows,
     write_source,
 )
-from tests.checkpoint.making import random_array, write_sharded
+from tests.checkpoint.making import random_array, write_counting, write_sharded
 from tests.soak import cases
 from tests.strategies import drawn_by
 
@@ -250,6 +250,17 @@ def test_without_checksums_the_bytes_are_the_same(source: tuple[Path, Tensors]) 
     one = (here.parent / "True" / "model.safetensors").read_bytes()
     assert one == (here.parent / "False" / "model.safetensors").read_bytes()
     assert not (here.parent / "False" / SIDECAR).exists()
+
+
+@pytest.mark.parametrize("format", ["full", "distcp"])
+def test_progress_ends_at_its_total(tmp_path: Path, format: str) -> None:
+    """Also where small tensors are written with the bytes of the format around them."""
+    write_counting(tmp_path / "in", "a", "b")
+    seen: list[tuple[int, int]] = []
+    options = {"format": format, "progress": lambda *now: seen.append(now)}
+    report = checkpoint.convert(tmp_path / "in", tmp_path / "out", **options)
+    assert seen == sorted(seen)
+    assert seen[-1] == (report.bytes_written, report.bytes_written)
 
 
 def test_windows_of_the_usual_size(tmp_path: Path) -> None:

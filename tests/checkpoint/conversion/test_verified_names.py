@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from reshard import join, stack, take
 from reshard.checkpoint import convert, verify
 from reshard.cli import run
-from reshard.errors import NamesError
+from reshard.errors import ArgumentTypeError, NamesError
 from reshard.planning.names import Names
 from tests.soak import cases
 
@@ -147,3 +147,9 @@ def test_every_element_is_used_listed_or_dropped(tmp_path: Path, seed: int) -> N
     proof = verify(source, tmp_path / "out", names=names)
     assert proof.ok
     assert bool(report.left_out) == any(note.startswith("no name takes") for note in proof.notes)
+
+
+def test_names_that_are_no_dict_are_refused(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", {"a": np.zeros(3)})
+    with pytest.raises(ArgumentTypeError, match="names= got a value of type list: give a dict"):
+        verify(source, source, names=["a"])  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import SIDECAR
 from reshard.checkpoint.transfer.packing import CELLS, Pack, Write, joined_writes, tiles
 from reshard.dtypes import itemsize
-from reshard.layout.box import row_major
+from reshard.layout.box import Box, row_major
 from tests.checkpoint.making import cut, disjoint_boxes, header, overlapping_boxes
 from tests.soak import cases, soaking
 
@@ -88,6 +89,23 @@ def test_a_pack_holds_its_tensors_one_after_the_other(data: st.DataObject) -> No
     for number, array in enumerate(arrays):
         for box in data.draw(disjoint_boxes(array.shape)):
             assert bytes(pack.bytes_of(number, box)) == cut(array, box).tobytes()
+
+
+def test_a_pack_is_read_in_little_memory() -> None:
+    """What a tensor takes while it is read, besides its bytes, as a pack may have 100,000."""
+    count, files = 4096, Files(1)
+    files.contents[0] += bytes(64 * count)
+    pieces = [StoredPiece(Box((0,), (64,)), 0, 64 * n, (1,)) for n in range(count)]
+    tensors = [StoredTensor(f"w{n}", (64,), "uint8", (piece,)) for n, piece in enumerate(pieces)]
+    pack, scratch = (np.empty(64 * count, np.uint8) for _ in range(2))
+    tracemalloc.start()
+    try:
+        Pack(tensors, pack).read(scratch, files.read_into)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert files.num_reads == 1
+    assert most / count < 350
 
 
 @settings(max_examples=cases(60, 5000), deadline=None)

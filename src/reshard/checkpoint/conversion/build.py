@@ -267,14 +267,11 @@ class Conversion:
         request = self.request
         options = request.checksums, request.compare_replicas
         copier = Copier(self.plan.transfers, self.source, self._target, *options)
-        total = (
-            one.num_bytes(t.dtype) for t in self.plan.output.tensors.values() for one in t.pieces
-        )
-        meter, unsynced = Meter(request.progress, sum(total)), 0
+        meter, unsynced = Meter(request.progress, self.plan.output.num_bytes), 0
         with Journal(self.place.folder, request.team.rank) as journal:
             done = {record["chunk"]: record["bytes"] for record in read_journals(self.place.folder)}
             self.resumed_bytes = sum(done.values())
-            meter(self.resumed_bytes)
+            meter(self._prepared.num_bytes + self.resumed_bytes)
 
             def work(chunk: CopyChunk, buffers: Buffers) -> int:
                 copied = copier.copy(chunk, buffers)

@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from reshard.checkpoint.catalog import Catalog, StoredTensor
 from reshard.checkpoint.transfer.transfers import pieces_of
-from reshard.errors import NamesError, PlanError
+from reshard.errors import NamesError, PlanError, require_type
 from reshard.layout.box import Box
 from reshard.layout.coverage import missing_boxes
 from reshard.layout.layout import Layout
@@ -51,7 +51,7 @@ class Outline:
     shape: tuple[int, ...]
     dtype: str
     feeds: tuple[Feed, ...] = field(default=(), compare=False, repr=False)
-    """The source tensors, each with the part that it provides; none for the one of its own name."""
+    """The source tensors, each with the part that it provides."""
     zeros: tuple[Box, ...] = field(default=(), compare=False, repr=False)
     """Boxes that have no source and are zero."""
 
@@ -64,6 +64,7 @@ def outlines_of(have: Tensors, names: Names, drop: Sequence[str] = ()) -> dict[s
 
     Tensors that match ``drop`` are used only where names takes them.
     """
+    require_type(names, Mapping, "names=", 'give a dict, as {"new": "old"}')
     produced: dict[str, Outline] = {}
     keys: dict[str, str] = {}
     used = _dropped(have, drop)
@@ -77,7 +78,11 @@ def outlines_of(have: Tensors, names: Names, drop: Sequence[str] = ()) -> dict[s
             produced[name] = _outline(name, resolved, {part: have[part] for part in parts})
             keys[name] = key
             used.update(parts)
-    kept = {name: Outline(o.shape, o.dtype) for name, o in have.items() if name not in used}
+    kept = {
+        name: Outline(one.shape, one.dtype, (Feed(name),))
+        for name, one in have.items()
+        if name not in used
+    }
     double = next((name for name in kept if name in produced), None)
     if double is not None:
         raise NamesError(
@@ -99,11 +104,12 @@ def left_over(
     """
     taken: dict[str, list[Box]] = {}
     whole = _dropped(have, drop)
-    for feed in (feed for outline in outlines.values() for feed in outline.feeds):
-        if feed.moves:
-            taken.setdefault(feed.name, []).append(_source_box(feed))
+    for outline in outlines.values():
+        feed, *others = outline.feeds
+        if others or not feed.moves:  # joins and stacks take each source whole
+            whole.update(one.name for one in outline.feeds)
         else:
-            whole.add(feed.name)
+            taken.setdefault(feed.name, []).append(_source_box(feed))
     rest = []
     for name in sorted(taken.keys() - whole):
         holes = missing_boxes(Box.whole(have[name].shape), taken[name])
@@ -144,11 +150,11 @@ def rename_tensors(
     outlines = outlines_of(catalog.tensors, names, drop)
     tensors = {}
     for name, outline in outlines.items():
-        feeds = outline.feeds or (Feed(name),)
-        if len(feeds) == 1 and not feeds[0].moves and not outline.zeros:
-            tensors[name] = replace(catalog.tensors[feeds[0].name], name=name)
+        feed, *others = outline.feeds
+        if not (others or feed.moves or outline.zeros):
+            tensors[name] = replace(catalog.tensors[feed.name], name=name)
             continue
-        pieces = tuple(pieces_of(feeds, catalog.tensors).pieces())
+        pieces = tuple(pieces_of(outline.feeds, catalog.tensors).pieces())
         tensors[name] = StoredTensor(name, outline.shape, outline.dtype, pieces, outline.zeros)
     return replace(catalog, tensors=tensors), left_over(catalog.tensors, outlines, drop)
 

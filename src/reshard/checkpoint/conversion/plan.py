@@ -30,7 +30,7 @@ from reshard.checkpoint.output import Output, Wanted
 from reshard.checkpoint.storage.local import COMMITTED, TENSOR_FILES, Storage, StoredFile
 from reshard.checkpoint.transfer.transfers import Transfer, transfer_of
 from reshard.errors import CheckpointError, SizeError
-from reshard.planning.names import Feed, Names, names_of
+from reshard.planning.names import Names, names_of
 from reshard.text import parse_bytes, quoted
 
 FORMATS = ("full", "sharded", "distcp", "ranks")
@@ -90,10 +90,7 @@ class ConversionPlan:
 
 def plan_conversion(request: Request, catalog: Catalog, storage: Storage) -> ConversionPlan:
     """Plan a conversion; missing parts, misfits and unknown names raise errors here."""
-    format = request.format or ("sharded" if request.has_mesh else "full")
-    if format not in FORMATS:
-        raise CheckpointError(f"{quoted(format)} is no format: use {', '.join(FORMATS)}")
-    is_whole = format == "full" or (format == "distcp" and not request.has_mesh)
+    format, is_whole = _format_of(request)
     if is_whole:
         request.check_whole(format)
     else:
@@ -111,11 +108,10 @@ def plan_conversion(request: Request, catalog: Catalog, storage: Storage) -> Con
         )
     wanted = wanted_of(outlines, request, is_whole)
     output = _output(request, format, wanted, catalog, storage)
-    transfers = []
-    for name, outline in outlines.items():
-        feeds, tensor = outline.feeds or (Feed(name),), output.tensors[name]
-        one = transfer_of(name, tensor.shape, tensor.dtype, feeds, stored, tensor, outline.zeros)
-        transfers.append(one)
+    transfers = tuple(
+        transfer_of(output.tensors[name], outline.feeds, stored, outline.zeros)
+        for name, outline in outlines.items()
+    )
     others, strays = _others(output, catalog, format)
     rest = left_over(stored, outlines, request.drop)
     output = replace(
@@ -128,12 +124,20 @@ def plan_conversion(request: Request, catalog: Catalog, storage: Storage) -> Con
         catalog,
         format,
         output,
-        tuple(transfers),
+        transfers,
         others,
         _fingerprint(stamp[0], output, names, transfers),
         stamp,
         notes_of(wanted, outlines, request),
     )
+
+
+def _format_of(request: Request) -> tuple[str, bool]:
+    """The format of the output, and whether it holds whole tensors."""
+    format = request.format or ("sharded" if request.has_mesh else "full")
+    if format not in FORMATS:
+        raise CheckpointError(f"{quoted(format)} is no format: use {', '.join(FORMATS)}")
+    return format, format == "full" or (format == "distcp" and not request.has_mesh)
 
 
 def _output(

@@ -89,8 +89,6 @@ class Request:
         self.src, self.dst = plain_path(self.src), plain_path(self.dst)
         self.mesh, self.layouts = as_mesh(self.mesh), self.layouts or {}
         require_type(self.layouts, Mapping, "layouts=", 'give a dict, as {"*.weight": "tp -"}')
-        names = {} if self.names is None else self.names
-        require_type(names, Mapping, "names=", 'give a dict, as {"new": "old"}')
         if self.workers is not None and not (isinstance(self.workers, int) and self.workers > 0):
             raise CheckpointError(f"workers is {self.workers!r}: give a number of at least 1")
         if self.dtype is not None and not isinstance(self.dtype, Mapping):
@@ -260,6 +258,14 @@ def _layouts(outlines: Mapping[str, Outline], request: Request) -> dict[str, Lay
             layouts[name] = Layout(request.mesh or Mesh() if some is None else some.mesh, "...")
         else:
             raise unknown
+    _check_shapes(layouts, outlines)
+    if rules is not None and len(keys) < len(outlines):
+        rules.check_axes(layouts.values(), request.mesh)
+    return layouts
+
+
+def _check_shapes(layouts: Mapping[str, Layout], outlines: Mapping[str, Outline]) -> None:
+    """Refuse layouts that do not fit their tensors; each pair of layout and shape is tried once."""
     pairs: dict[tuple[Layout, tuple[int, ...]], str] = {}
     for name, layout in layouts.items():
         pairs.setdefault((layout, outlines[name].shape), name)
@@ -268,9 +274,6 @@ def _layouts(outlines: Mapping[str, Outline], request: Request) -> dict[str, Lay
             layout.dims(shape)
         except LayoutError as error:
             raise LayoutError(f"tensor {quoted(name)}: {error}") from None
-    if rules is not None and len(keys) < len(outlines):
-        rules.check_axes(layouts.values(), request.mesh)
-    return layouts
 
 
 def _overrides(what: str, keys: Collection[str], names: Iterable[str]) -> dict[str, str]:

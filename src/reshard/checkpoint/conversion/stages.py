@@ -178,7 +178,7 @@ def _report(request: Request, conversion: Conversion, seconds: float | None) -> 
         bytes_read = unique_bytes + sum(copy.source.size for copy in output.objects)
         bytes_read += sum(file.size for file in others)
         if request.compare_replicas:
-            bytes_read += sum(int(t.replicas.num_bytes.sum()) for t in transfers)
+            bytes_read += sum(int(t.replicas.num_bytes.sum()) for t in transfers if t.replicas)
         bytes_written = output.num_bytes
     elif conversion.has_built:
         bytes_read = conversion.source.num_bytes

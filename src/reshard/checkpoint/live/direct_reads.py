@@ -30,7 +30,6 @@ import torch
 
 from reshard.checkpoint.catalog import StoredPiece
 from reshard.checkpoint.live.entries import View, bytes_of, part_of
-from reshard.checkpoint.piece_table import slabs
 from reshard.checkpoint.storage.local import LocalStorage
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.checkpoint.transfer.windows import Source, in_order
@@ -97,7 +96,7 @@ class ReadRequest:
         if self.num_bytes < prod(shape) * size and not self.is_whole:
             regions = _boxes_of(self.layout, shape)
         for region in regions:
-            yield from slabs(region, max(limit // size, 1))
+            yield from region.slabs(max(limit // size, 1))
 
 
 def split_requests(
@@ -118,7 +117,7 @@ def split_requests(
 
     for name, request in requests.items():
         transfer, layout = request.transfer, request.layout
-        is_own = not request.is_whole and not len(transfer.replicas)  # nothing to compare first
+        is_own = not request.is_whole and not transfer.replicas  # nothing to compare first
         if is_own and not (maps and is_partition(layout)):  # else boxes are not looked at
             boxes = disjoint_boxes(layout, transfer.shape)
             is_own = boxes is not None and (maps or _are_runs(boxes, transfer))
@@ -154,7 +153,7 @@ class _Task(NamedTuple):
         if whole.size <= most:
             yield self
             return
-        for box in slabs(whole, most):
+        for box in whole.slabs(most):
             steps = zip(box.start, whole.start, piece.strides, strict=True)
             first = sum((low - start) * stride for low, start, stride in steps)
             part = StoredPiece(box, piece.file, piece.offset + first * size, piece.strides)

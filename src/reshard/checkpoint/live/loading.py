@@ -332,7 +332,8 @@ class _Loading:
     def _records_of(self, name: str) -> set[int]:
         """The CRC-32 records that have bytes of a tensor."""
         transfer, crcs = self.requests[name].transfer, self.source.crcs
-        pieces = (*transfer.source.pieces(), *transfer.replicas.pieces())
+        tables = filter(None, (transfer.source, transfer.replicas))
+        pieces = (piece for table in tables for piece in table.pieces())
         spans = ((piece.file, *piece.span(transfer.have)) for piece in pieces)
         return {which for span in spans for which in crcs.touching(*span)}
 

@@ -38,7 +38,6 @@ from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.crcs import Part
 from reshard.checkpoint.live.direct_reads import ReadRequest
 from reshard.checkpoint.live.entries import RankBoxes, RankTensor, View, part_of
-from reshard.checkpoint.piece_table import slabs
 from reshard.checkpoint.transfer.packing import Pack, batches, within
 from reshard.checkpoint.transfer.windows import (
     Buffers,
@@ -175,7 +174,7 @@ def _cells(request: ReadRequest, window: Box, limit: int) -> Iterator[tuple[Box,
             ranks = np.unique(np.concatenate([*holders, np.zeros(0, dtype=np.int64)]))
             chosen = [(parts.box(row), ranks)]
         for box, ranks in chosen:
-            yield from ((slab, ranks) for slab in slabs(box, max(limit // size, 1)))
+            yield from ((slab, ranks) for slab in box.slabs(max(limit // size, 1)))
 
 
 class SharedReads:
@@ -239,8 +238,8 @@ class SharedReads:
         place = Buffers(len(scratch), window, scratch, window)
         read = partial(self._source.read_into, crcs=self._crcs)
         array = fill(transfer, box, place, read)
-        if len(transfer.replicas):  # compared in parts that fit into the scratch buffer
-            for some in slabs(box, len(scratch) // array.itemsize):
+        if transfer.replicas:  # compared in parts that fit into the scratch buffer
+            for some in box.slabs(len(scratch) // array.itemsize):
                 inner = array[within(some.start, some.stop, box.start)]
                 compare(transfer, some, inner, place, read, self._source.name)
         return array
@@ -304,7 +303,7 @@ def are_small(requests: Mapping[str, ReadRequest]) -> bool:
     """Whether these can be sent with an agreement: small, and nothing is to be compared first."""
     total = 0
     for request in requests.values():
-        if request.is_whole or len(request.transfer.replicas):
+        if request.is_whole or request.transfer.replicas:
             return False
         source = request.transfer.source  # a strided view spans more than its bytes
         total += int(np.maximum(source.spans, source.num_bytes).sum())

@@ -22,7 +22,6 @@ from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import checksum
 from reshard.checkpoint.live.entries import RankBoxes, RankTensor, View, bytes_of, part_of
 from reshard.checkpoint.output import Output, OwnedBox, Wanted, owned_boxes
-from reshard.checkpoint.piece_table import slabs
 from reshard.checkpoint.storage.output_files import OutputFiles
 from reshard.checkpoint.transfer.copying import Done
 from reshard.checkpoint.transfer.windows import in_order
@@ -243,7 +242,7 @@ def _writes(plan: SavePlan, local: Mapping[str, RankTensor], rank: int) -> Itera
     for name, piece, writer in plan.pieces():
         if writer == rank:
             at, size = piece.offset, itemsize(plan.specs[name].dtype)
-            for box in slabs(piece.box, WINDOW // size):
+            for box in piece.box.slabs(WINDOW // size):
                 view = next(view for view in views_of(name) if box in view[0])
                 yield _Write(piece.file, at, name, box, view)
                 at += box.size * size

@@ -16,7 +16,6 @@ from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import Checksums, Sum, file_sums, sums_of
 from reshard.checkpoint.integrity.crcs import Part
 from reshard.checkpoint.output import OutputTensor
-from reshard.checkpoint.piece_table import PieceTable
 from reshard.checkpoint.storage.local import StoredFile
 from reshard.checkpoint.storage.output_files import BLOCK, OutputFiles
 from reshard.checkpoint.transfer.packing import CELLS, Pack, Read, Write, batches, joined_writes
@@ -112,7 +111,9 @@ class Copier:
     def _copy_pack(self, numbers: Sequence[int], buffers: Buffers, done: Done, read: Read) -> None:
         """Copy whole small tensors together."""
         transfers = [self.transfers[which] for which in numbers]
-        pack = Pack(_tensors(one.stored for one in transfers), buffers.window)
+        # All of them are packed, so none is a table.
+        stored = [one.stored for one in transfers if isinstance(one.stored, StoredTensor)]
+        pack = Pack(stored, buffers.window)
         pack.read(buffers.scratch, read)
         if any(transfer.have != transfer.want for transfer in transfers):
             pack = _cast_pack(pack, transfers, buffers)
@@ -159,14 +160,10 @@ def _lead(offset: int, size: int) -> int:
     return lead if lead % size == 0 else 0
 
 
-def _tensors(stored: Iterable[PieceTable | StoredTensor]) -> list[StoredTensor]:
-    """Those of tensors that are packed, which are no tables."""
-    return [one for one in stored if isinstance(one, StoredTensor)]
-
-
 def _cast_pack(pack: Pack, transfers: Sequence[Transfer], buffers: Buffers) -> Pack:
     """The pack in the dtypes of the output."""
-    result = Pack(_tensors(t.written for t in transfers), buffers.cast)
+    written = [one.written for one in transfers if isinstance(one.written, OutputTensor)]
+    result = Pack(written, buffers.cast)
     kinds = groupby(range(len(transfers)), key=lambda n: (transfers[n].have, transfers[n].want))
     for (have, want), group in kinds:
         numbers = [*group]

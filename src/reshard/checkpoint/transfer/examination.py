@@ -29,7 +29,6 @@ from reshard.checkpoint.integrity.checksums import (
     load_checksums,
     sum_of,
 )
-from reshard.checkpoint.piece_table import slabs
 from reshard.checkpoint.storage.local import Storage
 from reshard.checkpoint.transfer.packing import Pack, batches, is_small
 from reshard.checkpoint.transfer.transfers import Transfer
@@ -156,12 +155,12 @@ class StoredReader:
         Boxes are parts of pieces, each one run of its file. Tensors with replicas or with padding
         come in whole rows, so that all copies of an element are in memory at once.
         """
-        if len(self._transfer.replicas) or self.tensor.zeros:
+        if self._transfer.replicas or self.tensor.zeros:
             yield from self.rows(num_bytes)
             return
         limit = max(num_bytes // itemsize(self.tensor.dtype), 1)
         for piece in self._transfer.source.boxes():
-            yield from slabs(piece, limit)
+            yield from piece.slabs(limit)
 
     def rows(self, num_bytes: int) -> Iterable[Box]:
         """The tensor in boxes of at most this many bytes, in row-major order."""

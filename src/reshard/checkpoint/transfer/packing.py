@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from reshard.checkpoint.catalog import StoredPiece, StoredTensor
 from reshard.checkpoint.integrity import digest
-from reshard.checkpoint.piece_table import PieceTable, extents
 from reshard.dtypes import itemsize
 from reshard.layout.box import Box, row_major
 
@@ -122,16 +122,13 @@ class Pack:
 
     def read(self, scratch: Array, read: Read) -> None:
         """Fill the buffer from files, in ranges no longer than ``scratch``."""
-        memory, spare, ranges = self.buffer.data, scratch.data, [*self._ranges()]
-        files, starts, stops = np.array([one[:3] for one in ranges], np.int64).reshape(-1, 3).T
-        sizes = (stops - starts)[:, np.newaxis]
-        none, one = np.zeros_like(sizes), np.ones_like(sizes)
-        table = PieceTable(1, none, sizes, files, starts, one)
-        for extent in extents(table, GAP, len(scratch)):
-            read(extent.file, extent.start, spare[: extent.num_bytes])
-            for row in extent.rows.tolist():
-                _, start, stop, place, number, piece = ranges[row]
-                at = start - extent.start
+        memory, spare = self.buffer.data, scratch.data
+        rising = sorted(self._ranges(), key=itemgetter(0, 1))
+        for ranges in _neighbours(rising, len(scratch)):
+            file, begin, *_ = ranges[0]
+            read(file, begin, spare[: max(one.stop for one in ranges) - begin])
+            for _, start, stop, place, number, piece in ranges:
+                at = start - begin
                 if place is not None:
                     memory[place : place + stop - start] = spare[at : at + stop - start]
                     continue
@@ -188,6 +185,22 @@ class Pack:
                 for number, value in zip(some, digest.whole(rows), strict=True):
                     values[number] = value
         return values
+
+
+def _neighbours(ranges: Iterable[_Range], limit: int) -> Iterator[list[_Range]]:
+    """Group ranges that are read at once: of one file, small gaps apart, within the limit."""
+    some, end = list[_Range](), 0
+    for one in ranges:
+        last = max(end, one.stop)
+        is_near = some and one.file == some[0].file and one.start <= end + GAP
+        if not is_near or last - some[0].start > limit:
+            if some:
+                yield some
+            some, last = [], one.stop
+        some.append(one)
+        end = last
+    if some:
+        yield some
 
 
 def joined_writes(writes: Iterable[Write]) -> Iterator[Write]:

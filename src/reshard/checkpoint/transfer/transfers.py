@@ -27,7 +27,7 @@ import numpy as np
 
 from reshard.checkpoint.catalog import StoredTensor
 from reshard.checkpoint.output import OutputTensor
-from reshard.checkpoint.piece_table import PieceTable, joined, slabs
+from reshard.checkpoint.piece_table import PieceTable, joined
 from reshard.checkpoint.transfer.packing import SMALL, batches, is_small, tiles
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, CoverageError, DamageError
@@ -54,8 +54,8 @@ class Transfer:
     """The dtype in the output."""
     stored: PieceTable | StoredTensor
     """Every element once, in the coordinates of the output tensor."""
-    replicas: PieceTable
-    """Elements that the source holds a second time; they must be equal."""
+    replicas: PieceTable | None
+    """Elements that the source holds a second time, if any; they must be equal."""
     written: PieceTable | OutputTensor
     """Where the elements are written."""
     zeros: Sequence[Box] = ()
@@ -66,10 +66,10 @@ class Transfer:
     @classmethod
     def of_read(cls, tensor: StoredTensor, want: str, with_replicas: bool = True) -> Transfer:
         """A stored tensor that is only read, into memory; CoverageError if a part is missing."""
-        none = PieceTable.none(len(tensor.shape), itemsize(tensor.dtype))
-        name, stored = tensor.name, {tensor.name: tensor}
-        transfer = transfer_of(name, tensor.shape, want, [Feed(name)], stored, none, tensor.zeros)
-        return transfer if with_replicas else replace(transfer, replicas=none)
+        name, shape, zeros = tensor.name, tensor.shape, tensor.zeros
+        source, replicas = source_of(name, shape, [Feed(name)], {name: tensor}, zeros)
+        replicas = replicas if with_replicas else None
+        return cls(name, shape, tensor.dtype, want, source, replicas, source[:0], zeros)
 
     @property
     def source(self) -> PieceTable:
@@ -100,7 +100,7 @@ class Transfer:
     def windows(self, num_bytes: int) -> Iterable[Box]:
         """The windows, of at most this many bytes in either dtype."""
         widest = max(itemsize(self.have), itemsize(self.want))
-        return slabs(_whole(self.shape), max(num_bytes // widest, 1))
+        return _whole(self.shape).slabs(max(num_bytes // widest, 1))
 
 
 _whole = lru_cache(maxsize=1024)(Box.whole)
@@ -133,27 +133,19 @@ def chunks_of(transfers: Iterable[Transfer], num_bytes: int) -> Iterator[CopyChu
 
 
 def transfer_of(
-    name: str,
-    shape: tuple[int, ...],
-    want: str,
-    feeds: Sequence[Feed],
-    stored: Tensors,
-    destination: PieceTable | OutputTensor,
-    zeros: Sequence[Box] = (),
+    tensor: OutputTensor, feeds: Sequence[Feed], stored: Tensors, zeros: Sequence[Box] = ()
 ) -> Transfer:
     """Check that the source holds every element of an output tensor, and plan its windows."""
-    first = stored[feeds[0].name]
+    name, shape, want, first = tensor.name, tensor.shape, tensor.dtype, stored[feeds[0].name]
     have = first.dtype
     is_unchanged = have == want and not zeros and [*feeds] == [Feed(name)]
-    if isinstance(destination, OutputTensor) and _is_whole(shape, feeds, stored):
-        # Boxes whose rows alternate in a file are written row by row.
-        has_runs = all(piece.is_contiguous for piece in destination.pieces)
-        if has_runs and destination.num_bytes <= SMALL and is_small(first):
-            none = PieceTable.none(len(shape), itemsize(have))
-            return Transfer(name, shape, have, want, first, none, destination, (), is_unchanged)
+    fits = _is_whole(shape, feeds, stored) and tensor.num_bytes <= SMALL and is_small(first)
+    # Boxes whose rows alternate in a file are not written from a pack, but row by row.
+    if fits and all(piece.is_contiguous for piece in tensor.pieces):
+        return Transfer(name, shape, have, want, first, None, tensor, (), is_unchanged)
     source, replicas = source_of(name, shape, feeds, stored, zeros)
-    destination = _table(destination)
-    return Transfer(name, shape, have, want, source, replicas, destination, zeros, is_unchanged)
+    written = _table(tensor)
+    return Transfer(name, shape, have, want, source, replicas, written, zeros, is_unchanged)
 
 
 def source_of(
@@ -162,12 +154,11 @@ def source_of(
     feeds: Sequence[Feed],
     stored: Tensors,
     zeros: Sequence[Box] = (),
-) -> tuple[PieceTable, PieceTable]:
-    """Pieces that hold each element once, and pieces that hold elements a second time."""
+) -> tuple[PieceTable, PieceTable | None]:
+    """Pieces that hold each element once, and any that hold elements a second time."""
     first = stored[feeds[0].name]
     if prod(shape) and _is_whole(shape, feeds, stored) and tiles(shape, first.pieces):
-        source = _table(first)
-        return source, PieceTable.none(len(shape), source.itemsize)
+        return _table(first), None
     source, replicas = _without_replicas(pieces_of(feeds, stored), prod(shape))
     missing = prod(shape) - sum(box.size for box in zeros) - int(source.shapes.prod(axis=1).sum())
     if missing:
@@ -244,7 +235,8 @@ def _placed(tensor: StoredTensor, feed: Feed) -> PieceTable:
         wider = {n: np.insert(getattr(pieces, n), dim, at, axis=1) for n, at in columns.items()}
         pieces = replace(pieces, **wider)
     for dim, segments in enumerate(feed.moves):
-        pieces = joined([pieces[:0], *(_moved(pieces, dim, *segment) for segment in segments)])
+        moved = [_moved(pieces, dim, *segment) for segment in segments]
+        pieces = joined(moved) if moved else pieces[:0]
     if not feed.want_insert:
         return pieces
     narrower = {n: np.delete(getattr(pieces, n), feed.want_insert, axis=1) for n in columns}

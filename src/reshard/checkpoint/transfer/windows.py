@@ -243,29 +243,36 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Parts of a window that are in one range of bytes of a file."""
+    """Parts of a window that are in one range of bytes of a file: some rows of a table."""
 
-    extent: Extent
     parts: PieceTable
+    extent: Extent
+
+    def boxes(self) -> Iterator[Box]:
+        return map(self.parts.box, self.extent.rows.tolist())
 
     def views(self, array: Array, window: Box) -> list[Array]:
         """The parts in the array of the window."""
-        limits = zip(self.parts.starts.tolist(), self.parts.stops.tolist(), strict=True)
+        starts, stops = (
+            column[self.extent.rows] for column in (self.parts.starts, self.parts.stops)
+        )
+        limits = zip(starts.tolist(), stops.tolist(), strict=True)
         return [array[within(low, high, window.start)] for low, high in limits]
 
     def runs(self, views: Collection[Array]) -> list[tuple[int, memoryview]]:
         """The offset in the file and the memory of each part; empty unless all are runs in both."""
-        if not self.parts.is_run.all() or not all(view.flags.c_contiguous for view in views):
+        rows = self.extent.rows
+        if not self.parts.is_run[rows].all() or not all(view.flags.c_contiguous for view in views):
             return []
         memory = (view.reshape(-1).view(np.uint8).data for view in views)
-        return [*zip(self.parts.offsets.tolist(), memory, strict=True)]
+        return [*zip(self.parts.offsets[rows].tolist(), memory, strict=True)]
 
     def arrays(self, data: Array) -> list[Array]:
         """The parts as strided arrays in the bytes of the range."""
-        parts, cell = self.parts, CELLS[self.parts.itemsize]
-        offsets = (parts.offsets - self.extent.start).tolist()
-        rows = zip(parts.shapes.tolist(), offsets, parts.strides.tolist(), strict=True)
-        return [np.ndarray(shape, cell, data.data, at, strides) for shape, at, strides in rows]
+        parts, rows, cell = self.parts, self.extent.rows, CELLS[self.parts.itemsize]
+        offsets = (parts.offsets[rows] - self.extent.start).tolist()
+        table = zip(parts.shapes[rows].tolist(), offsets, parts.strides[rows].tolist(), strict=True)
+        return [np.ndarray(shape, cell, data.data, at, strides) for shape, at, strides in table]
 
     def read(self, scratch: Array, read: Read) -> list[Array]:
         """Read the range, and return the parts in it."""
@@ -279,12 +286,12 @@ def readable(
 ) -> Iterator[Group]:
     """Parts grouped into long ranges of their files, most of whose bytes are needed."""
     for extent in extents(parts, gap, limit):
-        some = parts[extent.rows]
-        if some.num_bytes.sum() >= share * extent.num_bytes and extent.num_bytes <= limit:
-            yield Group(extent, some)
+        needed = parts.num_bytes[extent.rows].sum()
+        if needed >= share * extent.num_bytes and extent.num_bytes <= limit:
+            yield Group(parts, extent)
         else:
-            runs = some.runs()
-            yield from (Group(one, runs[one.rows]) for one in extents(runs, gap, limit))
+            runs = parts[extent.rows].runs()
+            yield from (Group(runs, one) for one in extents(runs, gap, limit))
 
 
 def writable(parts: PieceTable, limit: int) -> Iterator[Group]:
@@ -312,11 +319,11 @@ def unequal_replicas(
     transfer: Transfer, window: Box, array: Array, buffers: Buffers, read: Read
 ) -> Iterator[tuple[Box, int, Array]]:
     """Read the other stored copies of a window: the box, file and elements of each that differs."""
-    if not len(transfer.replicas):
+    if not transfer.replicas:
         return
     for group in readable(transfer.replicas.within(window), buffers.num_bytes):
         views, copies = group.views(array, window), group.read(buffers.scratch, read)
-        for view, copy, box in zip(views, copies, group.parts.boxes(), strict=True):
+        for view, copy, box in zip(views, copies, group.boxes(), strict=True):
             apart = bits_differ(view, copy)
             if apart.any():
                 yield box, group.extent.file, apart
