@@ -241,7 +241,8 @@ def _catalog_from_data(data: Mapping[str, Any], names: Collection[str]) -> Catal
             )
             tensors[name] = StoredTensor(name, tuple(shape), dtype, tuple(pieces))
     records = Crcs(Crc(*one) for one in data["crcs"])
-    spans = ((p.file, *p.span(t.dtype)) for t in tensors.values() for p in t.pieces)
+    pieces = ((t.dtype, piece) for t in tensors.values() for piece in t.pieces)
+    spans = ((p.file, *p.span(dtype)) for dtype, p in pieces) if data["crcs"] else ()
     crcs = records.chosen({which for span in spans for which in records.touching(*span)})
     root, notes = data["root"], tuple(data["notes"])
     return Catalog(root, data["format"], files, tensors, crcs=tuple(crcs), notes=notes)
@@ -303,7 +304,7 @@ def match_tensors(
             tied.append(other)
     catalog = replace(catalog, tensors=stored)
     known = {name: digest for name, digest in digests.items() if name in stored}
-    return Match(catalog, known, chosen, tuple(sorted(missing)), tuple(tied), tuple(unwanted))
+    return Match(catalog, known, chosen, tuple(sorted(missing)), tuple(sorted(tied)), tuple(unwanted))
 
 
 def _is_tied(name: str, chosen: Mapping[str, TensorSpec], memories: Mapping[int, Memory]) -> bool:

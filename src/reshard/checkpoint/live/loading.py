@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -201,8 +201,10 @@ class _Loading:
         if any(overlaps.values()):  # perhaps of tensors that are not loaded
             chosen = self.match.chosen
             agreement.run(lambda: _check_memory(self.entries, chosen, agreement.rank))
+        others = cache(lambda layout: frozenset(layout.ranks).difference(agreement.ranks))
         self.requests = {
-            name: self._request(name, spec) for name, spec in self.match.chosen.items()
+            name: self._request(name, spec, others(spec.layout))
+            for name, spec in self.match.chosen.items()
         }
         catalog, digests = self.match.catalog, self.match.digests
         self.source = Source(self.storage, catalog, self.checksums, crcs=Crcs(catalog.crcs))
@@ -248,12 +250,14 @@ class _Loading:
         memory = self.entries.shared_memory()
         return [text, self.options, memory, boot_id(), data, has_overlaps]
 
-    def _request(self, name: str, spec: TensorSpec) -> ReadRequest:
+    def _request(self, name: str, spec: TensorSpec, others: Collection[int]) -> ReadRequest:
+        """What the ranks of the group need of a tensor; the others of its mesh do not load."""
+        layout = spec.layout.without(others) if others else spec.layout
         catalog, has_digest = self.match.catalog, name in self.match.digests
         # Replicas that a digest would check better are not compared, and left out.
         is_compared = self.options["compare_replicas"] and not has_digest
         transfer = Transfer.of_read(catalog.tensors[name], spec.dtype, is_compared)
-        return ReadRequest(transfer, spec.layout, is_whole=has_digest or bool(catalog.crcs))
+        return ReadRequest(transfer, layout, is_whole=has_digest or bool(catalog.crcs))
 
     def read(self) -> None:
         # Let autograd know of the changes: reads into memory and moves do not count as one.

@@ -154,7 +154,6 @@ class _Saving:
                 self.others.setdefault(name, (rank, size))
             keys |= {name: tuple(path) for name, path in paths[rank].items()}
         self._check_entries(specs)
-        self.place = Workplace(Path(plain_path(request["path"])))
         self.plan = plan_save(specs, self.others, keys, request["format"], agreement.ranks[0])
         self.kept: tuple[str, ...] = ()
         """Names of other files at the destination."""
@@ -183,6 +182,7 @@ class _Saving:
         sizes = {name: len(data) for name, data in self._objects.items()}
         several = len(self.agreement.ranks) > 1
         digests = digests_of(entries.local, self.agreement.rank) if several else {}
+        self.place = Workplace(Path(plain_path(path)))
         return [specs_to_text(entries.specs()), sizes, entries.keys, self.request, digests]
 
     def _check_entries(self, specs: Mapping[str, TensorSpec]) -> None:
@@ -326,7 +326,8 @@ def _check_present(
     for name, spec in specs.items():
         absent = [rank for rank in spec.layout.ranks if name not in answers.get(rank, ())]
         holders = boxes.of(spec.layout, spec.shape) if absent else {}
-        for rank in holders.keys() & absent:
+        rank = next((rank for rank in absent if rank in holders), None)
+        if rank is not None:
             lacks = "has no tensor" if rank in answers else "does not save, but has a part of"
             raise DisagreementError(
                 f"rank {rank} {lacks} {quoted(name)}, which is sharded over it "

@@ -302,11 +302,15 @@ class SavedTensorHooks:
             return False
         if not _active.stack:
             self._policy.after_forward()
-        if not self._checksums:
+        if self._checksums is None:
             return False
+        with self._policy.restorer.reset_on_failure():
+            self._compare(self._checksums)
+        return bool(self._checksums)
+
+    def _compare(self, checksums: list[tuple[str, int, int]]) -> None:
         restorer = self._policy.restorer
-        gathered = restorer.gather(self._checksums, self._policy.timeout)
-        for sums in zip_longest(*gathered):
+        for sums in zip_longest(*restorer.gather(checksums, self._policy.timeout)):
             pairs = zip(restorer.ranks, sums, strict=True)
             different = [rank for rank, one in pairs if one != sums[0]]
             if different:
@@ -316,7 +320,6 @@ class SavedTensorHooks:
                     f"than rank {restorer.ranks[0]}, so it must not be kept as shares; do not "
                     "reshard this module, or make its inputs equal"
                 )
-        return True
 
     @not_compiled
     def _pack(self, saved: torch.Tensor) -> Packed:

@@ -76,18 +76,17 @@ class Restorer:
 
     def restore(self, region: Region, timeout: float, headroom: int | None) -> torch.Tensor:
         """All bytes of a region; ``headroom`` bounds what is fetched ahead of its use."""
-        with self._lock:
+        with self.reset_on_failure():
             began = time.perf_counter()
-            with self._reset_on_failure():
-                if region.whole is None and self._in_flight is not None:
-                    self._in_flight()
-                if region.whole is None:
-                    for other in self._prefetched:  # the prediction was wrong
-                        other.whole = None
-                    self._fetch([region], timeout, headroom, False)()
-                self._order.read(region)
-                if self._expected and region is self._prefetched[-1] and self._in_flight is None:
-                    self._in_flight = self._fetch(self._expected, timeout, headroom, True)
+            if region.whole is None and self._in_flight is not None:
+                self._in_flight()
+            if region.whole is None:
+                for other in self._prefetched:  # the prediction was wrong
+                    other.whole = None
+                self._fetch([region], timeout, headroom, False)()
+            self._order.read(region)
+            if self._expected and region is self._prefetched[-1] and self._in_flight is None:
+                self._in_flight = self._fetch(self._expected, timeout, headroom, True)
             region.stats.seconds_waiting += time.perf_counter() - began
             whole = region.whole
             assert whole is not None
@@ -101,7 +100,7 @@ class Restorer:
     def gather(self, values: Sequence[Any], timeout: float) -> list[Any]:
         """The values of each rank, which are those of JSON."""
         agreement = Agreement(self.group, "resharding activations", timeout)
-        with self._lock, self._reset_on_failure():
+        with self.reset_on_failure():
             return [*agreement.gather(values).values()]
 
     def _fetch(
@@ -170,14 +169,15 @@ class Restorer:
         return self._plans.put((names, sizes), gather, plan_bytes(gather))
 
     @contextmanager
-    def _reset_on_failure(self) -> Iterator[None]:
+    def reset_on_failure(self) -> Iterator[None]:
         """After a failure ranks may have saved and read different regions: start counting again."""
-        try:
-            yield
-        except LiveError:
-            self._order, self._in_flight = _ReadOrder(), None
-            self._expected, self._prefetched = [], []
-            raise
+        with self._lock:
+            try:
+                yield
+            except LiveError:
+                self._order, self._in_flight = _ReadOrder(), None
+                self._expected, self._prefetched = [], []
+                raise
 
 
 class _ReadOrder:
