@@ -116,9 +116,14 @@ def load_on_half(rank: int, path: str) -> list[Any]:
         return []
     rows, columns, whole = (
         DTensor.from_local(
-            torch.zeros(shape), mesh_of(4), [placement], run_check=False, shape=(6, 8), stride=(8, 1)
+            torch.zeros(local),
+            mesh_of(4),
+            [placement],
+            run_check=False,
+            shape=(6, 8),
+            stride=(8, 1),
         )
-        for shape, placement in (((2, 8), Shard(0)), ((6, 2), Shard(1)), ((6, 8), Replicate()))
+        for local, placement in (((2, 8), Shard(0)), ((6, 2), Shard(1)), ((6, 8), Replicate()))
     )
     into = {"a": rows, "b": columns, "c": whole}
     report = checkpoint.load(path, into=into, group=pool_group(2))

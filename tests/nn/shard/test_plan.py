@@ -261,5 +261,5 @@ def test_outputs_of_a_module_with_two_names() -> None:
     ShardingPlan({}, output_plan=same).validate(model)
     assert resolve_modules(model, same) == [("fc1", ROWS)]
     assert resolve_modules(model, {"fc*": COLUMNS, "fc2": ROWS})[0] == ("fc2", ROWS)
-    with pytest.raises(ValueError, match='"fc1" and "fc2" are tied, .*: give both the same'):
+    with pytest.raises(ValueError, match=r'"fc1" and "fc2" are tied, .*: give both the same'):
         ShardingPlan({}, output_plan=other).validate(model)

@@ -241,8 +241,8 @@ def _catalog_from_data(data: Mapping[str, Any], names: Collection[str]) -> Catal
             )
             tensors[name] = StoredTensor(name, tuple(shape), dtype, tuple(pieces))
     records = Crcs(Crc(*one) for one in data["crcs"])
-    pieces = ((t.dtype, piece) for t in tensors.values() for piece in t.pieces)
-    spans = ((p.file, *p.span(dtype)) for dtype, p in pieces) if data["crcs"] else ()
+    with_crcs = tensors.values() if data["crcs"] else ()
+    spans = ((p.file, *p.span(t.dtype)) for t in with_crcs for p in t.pieces)
     crcs = records.chosen({which for span in spans for which in records.touching(*span)})
     root, notes = data["root"], tuple(data["notes"])
     return Catalog(root, data["format"], files, tensors, crcs=tuple(crcs), notes=notes)
@@ -279,8 +279,8 @@ def match_tensors(
     unwanted = sorted(name for name, *_ in data["tensors"] if name not in want)
     chosen = {name: spec for name, spec in want.items() if name in stored}
     absent = [name for name in want if name not in stored]
-    tied = [name for name in absent if _is_tied(name, chosen, memories)]
-    missing = [name for name in absent if name not in {*tied}]
+    tied = {name for name in absent if _is_tied(name, chosen, memories)}
+    missing = [name for name in absent if name not in tied]
     _check_missing(root, missing, unwanted, strict)
     if strict == "exact" and unwanted:
         names = and_more([*map(quoted, unwanted)], MOST_NAMED)
@@ -298,13 +298,17 @@ def match_tensors(
                     f"tensors {quoted(name)} and {quoted(other)} are one memory in the state dict "
                     f"and differ in {root}: untie them, or leave one of them out"
                 )
-            pieces = dict.fromkeys((*stored[name].pieces, *stored[other].pieces))
-            stored[name] = replace(stored[name], pieces=tuple(pieces))
-            del chosen[other]
-            tied.append(other)
-    catalog = replace(catalog, tensors=stored)
-    known = {name: digest for name, digest in digests.items() if name in stored}
-    return Match(catalog, known, chosen, tuple(sorted(missing)), tuple(sorted(tied)), tuple(unwanted))
+        pieces = dict.fromkeys(piece for one in (name, *others) for piece in stored[one].pieces)
+        stored[name] = replace(stored[name], pieces=tuple(pieces))
+        tied.update(others)
+    return Match(
+        replace(catalog, tensors=stored),
+        {name: digest for name, digest in digests.items() if name in stored},
+        {name: spec for name, spec in chosen.items() if name not in tied},
+        missing=tuple(sorted(missing)),
+        tied=tuple(sorted(tied)),
+        unwanted=tuple(unwanted),
+    )
 
 
 def _is_tied(name: str, chosen: Mapping[str, TensorSpec], memories: Mapping[int, Memory]) -> bool:
@@ -347,21 +351,17 @@ def _check_missing(
     for name in unwanted if missing else ():
         by_digits.setdefault(tuple(_DIGITS.findall(name)), []).append(name)
     alike = {name: by_digits.get(tuple(_DIGITS.findall(name)), []) for name in missing}
-    misspelt = {
-        name: other
-        for name in missing
-        for other in reversed(alike[name])  # the first one wins
-        if _is_typo(name, other)
-    }
-    lacking = missing if strict else [*misspelt]
+    typos = {name: [one for one in alike[name] if _is_typo(name, one)] for name in missing}
+    lacking = [name for name in missing if strict or typos[name]]
     if not lacking:
         return
     hints = []
     for name in lacking[:MOST_NAMED]:
-        known = [misspelt[name]] if name in misspelt else []
-        near = known or get_close_matches(name, alike[name][:MOST_COMPARED], n=1)
+        near = typos[name] or get_close_matches(name, alike[name][:MOST_COMPARED], n=1)
         hints.append(f"{quoted(name)} ({quoted(near[0])} is near)" if near else quoted(name))
-    advice = "rename it in the state dict" if misspelt else "strict=False loads the rest"
+    advice = "strict=False loads the rest"
+    if any(typos.values()):
+        advice = "rename it in the state dict"
     hints += lacking[MOST_NAMED:]  # only counted
     raise NamesError(f"{root} lacks {and_more(hints, MOST_NAMED)}: {advice}")
 

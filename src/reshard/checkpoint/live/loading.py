@@ -297,9 +297,9 @@ class _Loading:
         """Read a batch, check it, and send it to the ranks that need it."""
 
         def read() -> list[Any]:
-            values = self.shared.read(batch)
+            values, crcs = self.shared.read(batch)
             parts = {name: f"{value:x}" for name, value in values.items()}
-            return [self.source.num_bytes, parts, self.shared.crc_parts()]
+            return [self.source.num_bytes, parts, crcs]
 
         finished = [share.name for share in batch if share.is_last]
         done = f"{self._done} of {len(self.requests)} tensors were already loaded"

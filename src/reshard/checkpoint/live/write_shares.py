@@ -200,9 +200,6 @@ def write_share(
     ``done`` has the number of the rank, and collects what was written; the parts of digests are by
     number of the tensor.
     """
-    writers = dict.fromkeys(range(len(plan.output.files)), plan.first)
-    writers |= {piece.file: writer for _, piece, writer in plan.pieces()}
-    numbers = {name: number for number, name in enumerate(plan.specs)}
 
     def write(task: _Write, _: None) -> tuple[Done, Any]:
         part = part_of(task.view, task.box)
@@ -211,16 +208,11 @@ def write_share(
         return written, data.view(f"V{part.element_size()}").reshape(task.box.shape)
 
     touched = set[int]()
-    for literal in plan.output.all_literals():
-        if writers[literal.file] == done.number:
-            done.write(target, literal.file, literal.offset, memoryview(literal.data), checksums)
-            touched.add(literal.file)
-    for copy in plan.output.objects:
-        name = copy.source.name
-        if plan.others[name][0] == done.number:
-            done.write(target, copy.file, copy.offset, memoryview(objects[name]), checksums)
-            touched.add(copy.file)
+    for file, offset, data in _known_bytes(plan, objects, done.number):
+        done.write(target, file, offset, memoryview(data), checksums)
+        touched.add(file)
     tasks = _writes(plan, local, done.number)
+    numbers = {name: number for number, name in enumerate(plan.specs)}
     while True:
         some = [*islice(tasks, max(STEP // WINDOW, 1))]
         for task, (written, array) in in_order(write, some, WORKERS):
@@ -234,6 +226,21 @@ def write_share(
             target.sync_file(file)
         touched = set()
         yield bool(some)
+
+
+def _known_bytes(
+    plan: SavePlan, objects: Mapping[str, bytes], rank: int
+) -> Iterator[tuple[int, int, bytes]]:
+    """File, offset and bytes of the headers and of the entries that a rank writes."""
+    writers = dict.fromkeys(range(len(plan.output.files)), plan.first)
+    writers |= {piece.file: writer for _, piece, writer in plan.pieces()}
+    for literal in plan.output.all_literals():
+        if writers[literal.file] == rank:
+            yield literal.file, literal.offset, literal.data
+    for copy in plan.output.objects:
+        writer, _ = plan.others[copy.source.name]
+        if writer == rank:
+            yield copy.file, copy.offset, objects[copy.source.name]
 
 
 def _writes(plan: SavePlan, local: Mapping[str, RankTensor], rank: int) -> Iterator[_Write]:

@@ -132,16 +132,7 @@ class Restorer:
             self._in_flight, self._prefetched = None, regions
             moved = wait()
             by_rank = moved[NUMBERS].tolist()
-            asked = [numbers[: len(identities)] for numbers in by_rank]
-            pairs = zip(self.ranks, asked, strict=True)
-            different = [rank for rank, numbers in pairs if numbers != asked[0]]
-            if different:
-                raise DisagreementError(
-                    "ranks ask for different tensors, or for one that is not the same on all "
-                    f'ranks, beginning with "{regions[0].label}": ranks {different} differ from '
-                    f"rank {self.ranks[0]}; all ranks must have the same inputs, and run backward "
-                    "through the same graphs in the same order, in one thread"
-                )
+            self._check_same([numbers[: len(identities)] for numbers in by_rank], regions[0].label)
             for region, name in zip(regions, names, strict=True):
                 # Views that were freed in the meantime do not need it any more.
                 region.whole = moved[name] if region.views else None
@@ -149,6 +140,17 @@ class Restorer:
             self._expected = following if is_same else []
 
         return complete
+
+    def _check_same(self, identities: list[list[int]], label: str) -> None:
+        pairs = zip(self.ranks, identities, strict=True)
+        different = [rank for rank, numbers in pairs if numbers != identities[0]]
+        if different:
+            raise DisagreementError(
+                "ranks ask for different tensors, or for one that is not the same on all ranks, "
+                f'beginning with "{label}": ranks {different} differ from rank {self.ranks[0]}; '
+                "all ranks must have the same inputs, and run backward through the same graphs in "
+                "the same order, in one thread"
+            )
 
     def plan_for(self, names: tuple[str, ...], sizes: tuple[tuple[int, int], ...]) -> Plan:
         """The plan that gathers the shares of regions of these names, and sizes and units."""
