@@ -25,14 +25,8 @@ from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import Checksums, load_checksums
 from reshard.checkpoint.integrity.crcs import Crcs, Part, crcs_of
 from reshard.checkpoint.live.direct_reads import ReadRequest, read_direct, split_requests
-from reshard.checkpoint.live.entries import (
-    Entries,
-    Memory,
-    Strict,
-    catalog_to_data,
-    entries_of,
-    match_tensors,
-)
+from reshard.checkpoint.live.entries import Entries, entries_of
+from reshard.checkpoint.live.matching import Memory, Strict, catalog_to_data, match_tensors
 from reshard.checkpoint.live.shared_reads import (
     Limits,
     Share,
@@ -47,7 +41,7 @@ from reshard.checkpoint.storage.local import Storage
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.checkpoint.transfer.windows import Source
 from reshard.errors import CheckpointError, MemoryCapError, ReshardError, TensorError
-from reshard.layout.spec import TensorSpec
+from reshard.layout.layout import Layout
 from reshard.live.inputs.memory import check_overlaps
 from reshard.sharded.groups import Group
 from reshard.tensors.agreement import Agreement
@@ -201,11 +195,7 @@ class _Loading:
         if any(overlaps.values()):  # perhaps of tensors that are not loaded
             chosen = self.match.chosen
             agreement.run(lambda: _check_memory(self.entries, chosen, agreement.rank))
-        others = cache(lambda layout: frozenset(layout.ranks).difference(agreement.ranks))
-        self.requests = {
-            name: self._request(name, spec, others(spec.layout))
-            for name, spec in self.match.chosen.items()
-        }
+        self.requests = self._requests()
         catalog, digests = self.match.catalog, self.match.digests
         self.source = Source(self.storage, catalog, self.checksums, crcs=Crcs(catalog.crcs))
         self._records = {name: self._records_of(name) for name in self.requests if catalog.crcs}
@@ -250,14 +240,23 @@ class _Loading:
         memory = self.entries.shared_memory()
         return [text, self.options, memory, boot_id(), data, has_overlaps]
 
-    def _request(self, name: str, spec: TensorSpec, others: Collection[int]) -> ReadRequest:
-        """What the ranks of the group need of a tensor; the others of its mesh do not load."""
-        layout = spec.layout.without(others) if others else spec.layout
-        catalog, has_digest = self.match.catalog, name in self.match.digests
-        # Replicas that a digest would check better are not compared, and left out.
-        is_compared = self.options["compare_replicas"] and not has_digest
-        transfer = Transfer.of_read(catalog.tensors[name], spec.dtype, is_compared)
-        return ReadRequest(transfer, layout, is_whole=has_digest or bool(catalog.crcs))
+    def _requests(self) -> dict[str, ReadRequest]:
+        catalog, requests = self.match.catalog, {}
+
+        @cache
+        def in_group(layout: Layout) -> Layout:
+            """A layout without ranks that do not load: their part of the tensor is not read."""
+            others = frozenset(layout.ranks).difference(self.agreement.ranks)
+            return layout.without(others) if others else layout
+
+        for name, spec in self.match.chosen.items():
+            has_digest = name in self.match.digests
+            # Replicas that a digest would check better are not compared, and left out.
+            is_compared = self.options["compare_replicas"] and not has_digest
+            transfer = Transfer.of_read(catalog.tensors[name], spec.dtype, is_compared)
+            is_whole = has_digest or bool(catalog.crcs)
+            requests[name] = ReadRequest(transfer, in_group(spec.layout), is_whole)
+        return requests
 
     def read(self) -> None:
         # Let autograd know of the changes: reads into memory and moves do not count as one.
