@@ -52,8 +52,10 @@ class Entries:
         return {name: local.spec for name, local in self.local.items()}
 
     def shared_memory(self) -> dict[str, str | None]:
-        """The earlier tensor with all of the memory of a tensor, by name; None if the rank has no
-        element of it. Other tensors are left out."""
+        """The tensors with all of the memory of an earlier one, and that one.
+
+        None instead if this rank has no element of the tensor.
+        """
         firsts: dict[object, str | None] = {(): None}
         shared = {}
         for name, (_, parts) in self.local.items():

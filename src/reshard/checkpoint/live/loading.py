@@ -127,15 +127,15 @@ def load(
     """Fill the tensors of a state dict from a checkpoint, in place; all ranks of the group call it.
 
     ``into`` may be nested, and holds DTensors, ShardedTensors or plain tensors, which are whole on
-    their rank. ``rules`` and ``mesh`` describe rank files that do not record their layout. Every
-    tensor of ``into`` must be in the checkpoint, under its own name or that of a tensor tied to it;
-    ``strict=False`` leaves missing ones unchanged, but misspelt names are always errors. Names that
-    only the checkpoint has are listed in the report, and are errors with ``strict="exact"``. Dtypes
-    must be equal, unless ``cast=True``. Digests are compared if the checkpoint has any, unless
-    ``check=False``; if it has none, replicas are read and must be equal, unless
-    ``compare_replicas=False`` takes the first. No rank stages more than ``memory``, or waits for
-    another longer than ``timeout`` seconds. Errors are raised on all ranks alike, and before any
-    tensor is changed if they can be known by then.
+    their rank. What other ranks of a tensor's mesh hold is not loaded. ``rules`` and ``mesh``
+    describe rank files that do not record their layout. Every tensor of ``into`` must be in the
+    checkpoint, under its own name or that of a tensor tied to it; ``strict=False`` leaves missing
+    ones unchanged, but misspelt names are always errors. Names that only the checkpoint has are
+    listed in the report, and are errors with ``strict="exact"``. Dtypes must be equal, unless
+    ``cast=True``. Digests are compared if the checkpoint has any, unless ``check=False``; if it has
+    none, replicas are read and must be equal, unless ``compare_replicas=False`` takes the first. No
+    rank stages more than ``memory``, or waits for another longer than ``timeout`` seconds. Errors
+    are raised on all ranks alike, and before any tensor is changed if they can be known by then.
     """
     path = str(path) if isinstance(path, Path) else path
     options = {"path": path, "strict": strict, "cast": cast, "check": check,

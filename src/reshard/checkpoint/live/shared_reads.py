@@ -200,8 +200,10 @@ class SharedReads:
         }
 
     def read(self, batch: Sequence[Share]) -> tuple[dict[str, int], list[Part]]:
-        """Read this rank's share of a batch; what it adds to the digest value of each tensor, and
-        the CRC-32 of everything that was read."""
+        """Read this rank's share of a batch.
+
+        Returns what it adds to the digest value of each tensor, and the CRC-32 of what was read.
+        """
         self._data, crcs = [], list[Part]()
         for share in batch:
             size = sum(box.size for box in share.boxes.get(self._agreement.rank, ()))

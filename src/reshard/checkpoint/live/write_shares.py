@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -245,12 +245,12 @@ def _known_bytes(
 
 def _writes(plan: SavePlan, local: Mapping[str, RankTensor], rank: int) -> Iterator[_Write]:
     """The boxes that a rank writes, in windows."""
-    boxes = RankBoxes()
-    views_of = lru_cache(maxsize=1)(lambda name: boxes.views(local[name], rank))
-    for name, piece, writer in plan.pieces():
-        if writer == rank:
-            at, size = piece.offset, itemsize(plan.specs[name].dtype)
+    boxes, own = RankBoxes(), (one for one in plan.pieces() if one[2] == rank)
+    for name, pieces in groupby(own, key=itemgetter(0)):
+        views, size = boxes.views(local[name], rank), itemsize(plan.specs[name].dtype)
+        for _, piece, _ in pieces:
+            at = piece.offset
             for box in slabs(piece.box, WINDOW // size):
-                view = next(view for view in views_of(name) if box in view[0])
+                view = next(view for view in views if box in view[0])
                 yield _Write(piece.file, at, name, box, view)
                 at += box.size * size

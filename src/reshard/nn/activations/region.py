@@ -186,8 +186,10 @@ class Region:
 
     @property
     def identity(self) -> list[int]:
-        """Numbers that are equal on all ranks and differ between regions. With a sample of the
-        bytes, because threads may number regions in any order."""
+        """Numbers that are equal on all ranks, and differ between regions.
+
+        They include a sample of the bytes, because threads may number regions in any order.
+        """
         assert self._sample is not None  # only shares are compared
         return [self.number, *self._sample.tolist()]
 
