@@ -77,12 +77,13 @@ class Entry(Generic[Value]):
 
 @dataclass(frozen=True)
 class Resolved:
-    """A plan for one module, without patterns and without errors."""
+    """A plan for one module, without errors."""
 
     sharders: Sequence[Entry[Sharder]]
     tensors: Sequence[Entry[ShardingSpec]]
     """Each tensor once, a tied one too."""
     outputs: Mapping[str, ShardingSpec]
+    """As in the plan, with patterns: a Sharder may yet create the modules."""
     local: Sequence[str]
     unmatched: tuple[str, ...]
 
