@@ -35,8 +35,10 @@ Undo = Callable[[], None]
 
 
 def _restoring(root: nn.Module) -> Undo:
-    """A function that restores the present attributes of a module and of all modules inside it, not
-    the values of tensors. The dicts stay the same objects: handles of hooks point to them."""
+    """A function that restores the present attributes of a module and of all modules inside it.
+
+    Values of tensors are not restored. The dicts stay the same objects: handles of hooks have them.
+    """
     own = [vars(module) for module in root.modules()]
     inner = [value for one in own for value in one.values() if isinstance(value, dict)]
     contents = [(table, dict(table)) for table in (*own, *inner)]
@@ -282,8 +284,10 @@ def _like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 
 def _output_changes(root: nn.Module, resolved: Resolved) -> list[tuple[str, Change]]:
-    """The modules whose outputs change, also those made by Sharders: first they are resharded, then
-    they become local."""
+    """The modules whose outputs change, also those that Sharders have made, and how.
+
+    Outputs are resharded first, and then become local.
+    """
     outputs = resolve_modules(root, resolved.outputs)
     local = resolve_modules(root, dict.fromkeys(resolved.local))
     reshard = ShardedTensor.resharded

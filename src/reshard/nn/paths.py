@@ -27,10 +27,6 @@ class Slot:
     name: str
 
     @property
-    def is_parameter(self) -> bool:
-        return self.name in self.module._parameters
-
-    @property
     def tensor(self) -> torch.Tensor:
         tensor: torch.Tensor = self._table[self.name]
         return tensor
@@ -41,7 +37,8 @@ class Slot:
 
     @property
     def _table(self) -> dict[str, Any]:
-        return self.module._parameters if self.is_parameter else self.module._buffers
+        parameters: dict[str, Any] = self.module._parameters
+        return parameters if self.name in parameters else self.module._buffers
 
 
 def find_module(root: nn.Module, path: str) -> nn.Module:

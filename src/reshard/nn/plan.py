@@ -77,12 +77,13 @@ class Entry(Generic[Value]):
 
 @dataclass(frozen=True)
 class Resolved:
-    """A plan for one module, without patterns and without errors."""
+    """A plan for one module, without errors."""
 
     sharders: Sequence[Entry[Sharder]]
     tensors: Sequence[Entry[ShardingSpec]]
     """Each tensor once, a tied one too."""
     outputs: Mapping[str, ShardingSpec]
+    """As in the plan, with patterns: a Sharder may yet create the modules."""
     local: Sequence[str]
     unmatched: tuple[str, ...]
 
@@ -170,8 +171,10 @@ class _Resolver:
     def _one_each(
         self, entries: Iterable[Entry[Value]], find: Callable[[str], object]
     ) -> list[Entry[Value]]:
-        """One entry per object; explicit entries win, and entries that are equally strong for one
-        object must have the same value."""
+        """One entry per object: an explicit one, if there is any.
+
+        Of several explicit ones, or several by patterns, all must have the same value.
+        """
         chosen: dict[int, Entry[Value]] = {}
         for entry in sorted(entries, key=lambda entry: not entry.is_explicit):
             known = chosen.setdefault(id(find(entry.path)), entry)
@@ -256,8 +259,10 @@ class ShardingPlan:
         warn_unmatched(self.resolve(module).unmatched)
 
     def resolve(self, module: nn.Module) -> Resolved:
-        """The plan with every pattern replaced by the paths that it matches in this module; raises
-        as `validate` does."""
+        """The plan with every pattern replaced by the paths that it matches in this module.
+
+        Raises as `validate` does.
+        """
         plan, outputs, local = self.plan, self.output_plan or {}, self.return_local_tensor or ()
         resolver = _Resolver(module)
         resolver.errors += _wrong_values(plan, outputs, local)

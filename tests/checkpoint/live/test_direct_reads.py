@@ -5,36 +5,28 @@ from __future__ import annotations
 import os
 import threading
 import time
-from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
 from safetensors.torch import save_file
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-import reshard as rs
 from reshard import checkpoint
 from reshard.checkpoint.catalog import StoredPiece
 from reshard.checkpoint.live import direct_reads, loading, shared_reads
-from reshard.checkpoint.live.direct_reads import MappedFiles, ReadAhead, is_partition
+from reshard.checkpoint.live.direct_reads import MappedFiles, ReadAhead
 from reshard.checkpoint.storage.local import LocalStorage
 from reshard.errors import DamageError
 from reshard.layout.box import Box
-from reshard.layout.boxlist import listed_of
 from reshard.planning.plans import Plan
 from reshard.tensors.agreement import Agreement
-from tests.cases import Side
 from tests.checkpoint.live.test_load_save import State, bytes_read, mesh_of
-from tests.checks import build
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group
-from tests.strategies import sides
 
 SHAPES = {"up": (64, 24), "down": (24, 64), "norm": (24,), "odd": (7, 3, 10)}
 
@@ -308,20 +300,13 @@ def test_what_ranks_read_for_each_other(pool: Pool, tmp_path: Path) -> None:
         assert set(told) == {(moves, size, True)}
 
 
-@given(sides())
-def test_a_partition_has_every_element_on_one_rank(found: tuple[Side, tuple[int, ...]]) -> None:
-    side, shape = found
-    layout = build(side, shape)
-    if is_partition(layout):
-        listed = listed_of(layout, shape)
-        assert (np.diff(listed.first) == 1).all()
-        assert int((listed.stops - listed.starts).prod(axis=1).sum()) == prod(shape)
+def load_norms(rank: int, folder: str) -> tuple[int, bool]:
+    into = {name: torch.zeros(25) for name in ("norm.0", "norm.2")}
+    report = checkpoint.load(folder, into=into, group=pool_group(2))
+    return report.bytes_read, all((one == 1).all() for one in into.values())
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("dp=2 tp=2: dp tp", True), ("dp=2 tp=2: (dp tp) -", True), ("dp=2 tp=2: - tp", False),
-     ("dp=1 tp=2: - tp", True), ("dp=2 tp=2: tp - | sum dp", False), ("tp=4: ...", False)],
-)  # fmt: skip
-def test_layouts_that_are_partitions(text: str, expected: bool) -> None:
-    assert is_partition(rs.Layout.parse(text)) == expected
+def test_what_is_between_small_tensors_is_not_read(pool: Pool, tmp_path: Path) -> None:
+    tensors = {"norm.0": torch.ones(25), "norm.1": torch.zeros(500), "norm.2": torch.ones(25)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert pool.run(load_norms, str(tmp_path), ranks=range(2)) == [(200, True)] * 2

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch.distributed.tensor import Shard, zeros
+from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 
 from reshard import checkpoint
 from reshard.errors import TensorError
@@ -107,6 +108,41 @@ def test_autograd_knows_that_a_load_changes_tensors(pool: Pool, stored: Path) ->
     checkpoint.load(stored, into=into)
     assert torch.equal(into["a"], weight)
     assert pool.run(load_versions, str(stored), ranks=range(2)) == [[True] * 3] * 2
+
+
+def load_on_half(rank: int, path: str) -> list[Any]:
+    """Load on two ranks into tensors that are sharded over four, or replicated on them."""
+    if rank > 1:
+        return []
+    rows, columns, whole = (
+        DTensor.from_local(
+            torch.zeros(local),
+            mesh_of(4),
+            [placement],
+            run_check=False,
+            shape=(6, 8),
+            stride=(8, 1),
+        )
+        for local, placement in (((2, 8), Shard(0)), ((6, 2), Shard(1)), ((6, 8), Replicate()))
+    )
+    into = {"a": rows, "b": columns, "c": whole}
+    report = checkpoint.load(path, into=into, group=pool_group(2))
+    return [report.unique_bytes, *(one.to_local().tolist() for one in into.values())]
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+def test_ranks_that_do_not_load_may_have_a_part(
+    pool: Pool, tmp_path: Path, checksums: bool
+) -> None:
+    numbers = torch.arange(48.0).reshape(6, 8)
+    state = {"a": numbers, "b": numbers + 1, "c": numbers + 2}
+    checkpoint.save(state, tmp_path / "all", checksums=checksums)
+    for rank, told in enumerate(pool.run(load_on_half, str(tmp_path / "all"), ranks=range(4))[:2]):
+        num_bytes, rows, columns, whole = told
+        assert num_bytes == 4 * (4 * 8 + 6 * 4 + 6 * 8)
+        assert rows == numbers[2 * rank : 2 * rank + 2].tolist()
+        assert columns == (numbers[:, 2 * rank : 2 * rank + 2] + 1).tolist()
+        assert whole == (numbers + 2).tolist()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -12,9 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from reshard import checkpoint, sharded
+from reshard.checkpoint.live.saving import _check_present
 from reshard.errors import CheckpointError, DisagreementError, NamesError
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
+from reshard.layout.spec import TensorSpec
 from tests.ranks.meshes import mesh_of
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group
@@ -129,6 +131,15 @@ def store(how: str, state: dict[str, torch.Tensor], folder: Path) -> Path:
     return folder
 
 
+def test_names_of_tied_tensors_are_reported_in_order(tmp_path: Path) -> None:
+    """Those that the checkpoint has, and those that it lacks, as other names are."""
+    b, d = torch.zeros(2), torch.zeros(3)
+    into = {"b": b, "d": d, "e": d, "c": b, "a": d}
+    stored = {"d": torch.ones(3), "e": torch.ones(3), "c": torch.ones(2)}
+    save_file(stored, tmp_path / "model.safetensors")
+    assert checkpoint.load(tmp_path, into=into).tied == ("a", "b", "e")
+
+
 @pytest.mark.parametrize(("how", "reads"), [("torch.save", 1), ("copies", 2), ("digests", 1)])
 def test_both_names_in_the_checkpoint_must_hold_the_same(
     tmp_path: Path, how: str, reads: int
@@ -189,3 +200,10 @@ def test_a_tensor_that_one_rank_lacks(pool: Pool, tmp_path: Path, layout: str) -
     assert len(set(told)) == 1, told
     assert 'rank 1 has no tensor "d", which is sharded over it' in told[0]
     assert not [*tmp_path.iterdir()]
+
+
+def test_the_first_rank_that_lacks_a_tensor_is_named() -> None:
+    spec = TensorSpec((16,), "float32", Layout(Mesh(r=16), "r"))
+    answers = {rank: {} if rank in (1, 8) else {"d": spec} for rank in range(16)}
+    with pytest.raises(DisagreementError, match='rank 1 has no tensor "d", which is sharded'):
+        _check_present({"d": spec}, answers)

@@ -14,6 +14,7 @@ from reshard.errors import DisagreementError, MoveTimeoutError
 from reshard.nn import (
     input_reshard,
     pack_activation,
+    resharded_activations,
     resharding_of,
 )
 from tests.nn.activations.blocks import MLP
@@ -89,6 +90,12 @@ def one_rank(rank: int) -> None:
     )
     assert resharding_of(model).stats().bytes_seen == 0
 
+    def cube(x: torch.Tensor) -> torch.Tensor:
+        with resharded_activations(group, [x]):
+            return x * x * x
+
+    assert torch.func.grad(cube)(torch.tensor(2.0)) == 12
+
 
 def test_a_group_of_one_rank(pool: Pool) -> None:
     pool.run(one_rank)
@@ -110,6 +117,18 @@ def differing(rank: int) -> None:
     input_reshard(model, group, 0, check=True)
     for _ in range(2):
         model(numbers(4, HIDDEN).requires_grad_()).sum().backward()
+
+
+def saved_on_some(rank: int) -> None:
+    """An input that rank 0 does not save, as it needs no gradient there, is named on all ranks."""
+    model = nn.Linear(HIDDEN, HIDDEN).requires_grad_(rank > 0)
+    input_reshard(model, pool_group(4), 0, check=True, timeout=20)
+    with pytest.raises(DisagreementError, match=r"Linear, argument 0 is not .* ranks \[1, 2, 3\]"):
+        model(numbers(4, HIDDEN))
+
+
+def test_an_input_that_only_some_ranks_save_is_named(pool: Pool) -> None:
+    pool.run(saved_on_some, ranks=FOUR)
 
 
 def test_an_input_that_differs_is_named(pool: Pool) -> None:

@@ -50,8 +50,7 @@ def test_parameters_and_buffers_are_found() -> None:
     model = Model()
     weight, mean = find_slot(model, "layers.0.weight"), find_slot(model, "norm.running_mean")
     assert weight == Slot(model.layers[0], "weight")
-    assert weight.is_parameter
-    assert not mean.is_parameter
+    assert weight.tensor is model.layers[0].weight
     assert mean.tensor is model.norm.running_mean
 
 

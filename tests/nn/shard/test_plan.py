@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import reshard as rs
-from reshard.nn.plan import Sharder, ShardingPlan, ShardingPlanner
+from reshard.nn.plan import Sharder, ShardingPlan, ShardingPlanner, resolve_modules
 from reshard.sharded.specs import LayoutShardingSpec
 from reshard.sharded.splits import ChunkShardingSpec
 
@@ -252,3 +252,14 @@ def test_a_plan_from_a_shipped_family() -> None:
     found = {name: str(spec.stated) for name, spec in plan.plan.items()}
     start = "layers.0.self_attn"
     assert found == {f"{start}.q_proj.weight": "tp*4 -", f"{start}.o_proj.weight": "- tp*4"}
+
+
+def test_outputs_of_a_module_with_two_names() -> None:
+    model = Model()
+    model.fc2 = model.fc1
+    same, other = {"fc1": ROWS, "fc2": ROWS}, {"fc1": ROWS, "fc2": COLUMNS}
+    ShardingPlan({}, output_plan=same).validate(model)
+    assert resolve_modules(model, same) == [("fc1", ROWS)]
+    assert resolve_modules(model, {"fc*": COLUMNS, "fc2": ROWS})[0] == ("fc2", ROWS)
+    with pytest.raises(ValueError, match=r'"fc1" and "fc2" are tied, .*: give both the same'):
+        ShardingPlan({}, output_plan=other).validate(model)

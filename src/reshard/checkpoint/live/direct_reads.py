@@ -19,8 +19,8 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,15 +30,17 @@ import torch
 
 from reshard.checkpoint.catalog import StoredPiece
 from reshard.checkpoint.live.entries import View, bytes_of, part_of
+from reshard.checkpoint.piece_table import PieceTable
 from reshard.checkpoint.storage.local import LocalStorage
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.checkpoint.transfer.windows import Source, in_order
 from reshard.dtypes import itemsize
 from reshard.errors import DamageError, ReshardError
 from reshard.layout.box import Box
-from reshard.layout.boxlist import listed_of
-from reshard.layout.layout import BoxLayout, Layout
-from reshard.layout.words import axes_of, is_mixed
+from reshard.layout.boxlist import Listed, listed_of
+from reshard.layout.columns import Ints
+from reshard.layout.coverage import overlapping_pairs
+from reshard.layout.layout import Layout
 
 STAGED = 16 << 20
 """Bytes that are read at a time for a tensor that cannot be read into directly: it is on a GPU, of
@@ -57,18 +59,12 @@ Array = np.ndarray[Any, Any]
 _CELLS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
 
 
-def is_partition(layout: Layout) -> bool:
-    """Whether a layout in plain words has every element on exactly one rank.
-
-    For other layouts that depends on the shape, and listing their boxes shows it. Most are plain,
-    and listing takes as long as everything else that a load does before it reads.
-    """
-    words = layout.words
-    if isinstance(layout, BoxLayout) or words.on or words.without or words.flat or words.reduce:
-        return False
-    used = {axis for cuts in words.dims for axis in axes_of(cuts)}
-    is_used = (size == 1 or axis in used for axis, size in layout.mesh.axes.items())
-    return all(is_used) and not any(map(is_mixed, words.dims))
+@lru_cache(maxsize=1024)  # a job has few different layouts and shapes
+def _needed(layout: Layout, shape: tuple[int, ...]) -> tuple[int, bool]:
+    """How many elements any rank needs, and whether no two ranks need the same one."""
+    listed = listed_of(layout, shape)
+    num_elements = int((listed.stops - listed.starts).prod(axis=1).sum())
+    return num_elements, bool((np.diff(listed.first) == 1).all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +79,17 @@ class ReadRequest:
     @property
     def num_bytes(self) -> int:
         """Stored bytes that any rank needs, each once."""
-        if is_partition(self.layout):
-            return prod(self.transfer.shape) * itemsize(self.transfer.have)
-        listed = listed_of(self.layout, self.transfer.shape)
-        needed = int((listed.stops - listed.starts).prod(axis=1).sum())
-        return needed * itemsize(self.transfer.have)
+        num_elements, _ = _needed(self.layout, self.transfer.shape)
+        return num_elements * itemsize(self.transfer.have)
 
     def windows(self, limit: int) -> Iterator[Box]:
         """What is read, in boxes of at most this many bytes."""
         shape, size = self.transfer.shape, itemsize(self.transfer.have)
         regions: Iterable[Box] = [Box.whole(shape)]
         if self.num_bytes < prod(shape) * size and not self.is_whole:
-            regions = _boxes_of(self.layout, shape)
+            listed = listed_of(self.layout, shape)
+            rows = zip(listed.starts.tolist(), listed.stops.tolist(), strict=True)
+            regions = (Box(tuple(start), tuple(stop)) for start, stop in rows)
         for region in regions:
             yield from region.slabs(max(limit // size, 1))
 
@@ -108,35 +103,28 @@ def split_requests(
     """
     own: dict[str, ReadRequest] = {}
     shared: dict[str, ReadRequest] = {}
-
-    @cache
-    def disjoint_boxes(layout: Layout, shape: tuple[int, ...]) -> list[Box] | None:
-        """The boxes of a layout, or None if two ranks need the same element."""
-        is_disjoint = (np.diff(listed_of(layout, shape).first) == 1).all()
-        return [*_boxes_of(layout, shape)] if is_disjoint else None
-
     for name, request in requests.items():
         transfer, layout = request.transfer, request.layout
         is_own = not request.is_whole and not transfer.replicas  # nothing to compare first
-        if is_own and not (maps and is_partition(layout)):  # else boxes are not looked at
-            boxes = disjoint_boxes(layout, transfer.shape)
-            is_own = boxes is not None and (maps or _are_runs(boxes, transfer))
+        if is_own:
+            _, is_disjoint = _needed(layout, transfer.shape)
+            is_own = is_disjoint and (maps or _are_runs(layout, transfer))
         (own if is_own else shared)[name] = request
     return own, shared
 
 
-def _are_runs(boxes: Iterable[Box], transfer: Transfer) -> bool:
-    """Whether the common boxes with all stored pieces are runs of bytes in their files."""
-    pieces = [*transfer.source.pieces()]
-    return all(
-        replace(piece, box=box & piece.box).is_contiguous for box in boxes for piece in pieces
-    )
+def _are_runs(layout: Layout, transfer: Transfer) -> bool:
+    """Whether the common boxes of ranks and stored pieces are runs of bytes in their files."""
+    _, _, parts = common_parts(transfer.source, listed_of(layout, transfer.shape))
+    return bool(parts.is_run.all())
 
 
-def _boxes_of(layout: Layout, shape: tuple[int, ...]) -> Iterator[Box]:
-    listed = listed_of(layout, shape)
-    rows = zip(listed.starts.tolist(), listed.stops.tolist(), strict=True)
-    return (Box(tuple(low), tuple(high)) for low, high in rows)
+def common_parts(pieces: PieceTable, listed: Listed) -> tuple[Ints, Ints, PieceTable]:
+    """Which stored pieces and which boxes of ranks have elements in common, and these elements."""
+    rows, boxes = overlapping_pairs(pieces.starts, pieces.stops, listed.starts, listed.stops)
+    starts = np.maximum(pieces.starts[rows], listed.starts[boxes])
+    stops = np.minimum(pieces.stops[rows], listed.stops[boxes])
+    return rows, boxes, pieces.clipped(rows, starts, stops)
 
 
 class _Task(NamedTuple):

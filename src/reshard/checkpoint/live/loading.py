@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +25,8 @@ from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import Checksums, load_checksums
 from reshard.checkpoint.integrity.crcs import Crcs, Part, crcs_of
 from reshard.checkpoint.live.direct_reads import ReadRequest, read_direct, split_requests
-from reshard.checkpoint.live.entries import (
-    Entries,
-    Memory,
-    Strict,
-    catalog_to_data,
-    entries_of,
-    match_tensors,
-)
+from reshard.checkpoint.live.entries import Entries, entries_of
+from reshard.checkpoint.live.matching import Memory, Strict, catalog_to_data, match_tensors
 from reshard.checkpoint.live.shared_reads import (
     Limits,
     Share,
@@ -47,7 +41,7 @@ from reshard.checkpoint.storage.local import Storage
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.checkpoint.transfer.windows import Source
 from reshard.errors import CheckpointError, MemoryCapError, ReshardError, TensorError
-from reshard.layout.spec import TensorSpec
+from reshard.layout.layout import Layout
 from reshard.live.inputs.memory import check_overlaps
 from reshard.sharded.groups import Group
 from reshard.tensors.agreement import Agreement
@@ -133,15 +127,15 @@ def load(
     """Fill the tensors of a state dict from a checkpoint, in place; all ranks of the group call it.
 
     ``into`` may be nested, and holds DTensors, ShardedTensors or plain tensors, which are whole on
-    their rank. ``rules`` and ``mesh`` describe rank files that do not record their layout. Every
-    tensor of ``into`` must be in the checkpoint, under its own name or that of a tensor tied to it;
-    ``strict=False`` leaves missing ones unchanged, but misspelt names are always errors. Names that
-    only the checkpoint has are listed in the report, and are errors with ``strict="exact"``. Dtypes
-    must be equal, unless ``cast=True``. Digests are compared if the checkpoint has any, unless
-    ``check=False``; if it has none, replicas are read and must be equal, unless
-    ``compare_replicas=False`` takes the first. No rank stages more than ``memory``, or waits for
-    another longer than ``timeout`` seconds. Errors are raised on all ranks alike, and before any
-    tensor is changed if they can be known by then.
+    their rank. What other ranks of a tensor's mesh hold is not loaded. ``rules`` and ``mesh``
+    describe rank files that do not record their layout. Every tensor of ``into`` must be in the
+    checkpoint, under its own name or that of a tensor tied to it; ``strict=False`` leaves missing
+    ones unchanged, but misspelt names are always errors. Names that only the checkpoint has are
+    listed in the report, and are errors with ``strict="exact"``. Dtypes must be equal, unless
+    ``cast=True``. Digests are compared if the checkpoint has any, unless ``check=False``; if it has
+    none, replicas are read and must be equal, unless ``compare_replicas=False`` takes the first. No
+    rank stages more than ``memory``, or waits for another longer than ``timeout`` seconds. Errors
+    are raised on all ranks alike, and before any tensor is changed if they can be known by then.
     """
     path = str(path) if isinstance(path, Path) else path
     options = {"path": path, "strict": strict, "cast": cast, "check": check,
@@ -201,9 +195,7 @@ class _Loading:
         if any(overlaps.values()):  # perhaps of tensors that are not loaded
             chosen = self.match.chosen
             agreement.run(lambda: _check_memory(self.entries, chosen, agreement.rank))
-        self.requests = {
-            name: self._request(name, spec) for name, spec in self.match.chosen.items()
-        }
+        self.requests = self._requests()
         catalog, digests = self.match.catalog, self.match.digests
         self.source = Source(self.storage, catalog, self.checksums, crcs=Crcs(catalog.crcs))
         self._records = {name: self._records_of(name) for name in self.requests if catalog.crcs}
@@ -248,12 +240,23 @@ class _Loading:
         memory = self.entries.shared_memory()
         return [text, self.options, memory, boot_id(), data, has_overlaps]
 
-    def _request(self, name: str, spec: TensorSpec) -> ReadRequest:
-        catalog, has_digest = self.match.catalog, name in self.match.digests
-        # Replicas that a digest would check better are not compared, and left out.
-        is_compared = self.options["compare_replicas"] and not has_digest
-        transfer = Transfer.of_read(catalog.tensors[name], spec.dtype, is_compared)
-        return ReadRequest(transfer, spec.layout, is_whole=has_digest or bool(catalog.crcs))
+    def _requests(self) -> dict[str, ReadRequest]:
+        catalog, requests = self.match.catalog, {}
+
+        @cache
+        def in_group(layout: Layout) -> Layout:
+            """A layout without ranks that do not load: their part of the tensor is not read."""
+            others = frozenset(layout.ranks).difference(self.agreement.ranks)
+            return layout.without(others) if others else layout
+
+        for name, spec in self.match.chosen.items():
+            has_digest = name in self.match.digests
+            # Replicas that a digest would check better are not compared, and left out.
+            is_compared = self.options["compare_replicas"] and not has_digest
+            transfer = Transfer.of_read(catalog.tensors[name], spec.dtype, is_compared)
+            is_whole = has_digest or bool(catalog.crcs)
+            requests[name] = ReadRequest(transfer, in_group(spec.layout), is_whole)
+        return requests
 
     def read(self) -> None:
         # Let autograd know of the changes: reads into memory and moves do not count as one.
@@ -293,9 +296,9 @@ class _Loading:
         """Read a batch, check it, and send it to the ranks that need it."""
 
         def read() -> list[Any]:
-            values = self.shared.read(batch)
+            values, crcs = self.shared.read(batch)
             parts = {name: f"{value:x}" for name, value in values.items()}
-            return [self.source.num_bytes, parts, self.shared.crc_parts()]
+            return [self.source.num_bytes, parts, crcs]
 
         finished = [share.name for share in batch if share.is_last]
         done = f"{self._done} of {len(self.requests)} tensors were already loaded"

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from reshard.checkpoint.integrity.checksums import SIDECAR
-from reshard.checkpoint.live.entries import RankBoxes, entries_of
+from reshard.checkpoint.live.entries import entries_of
 from reshard.checkpoint.live.write_shares import (
     check_copies,
     digests_of,
@@ -41,6 +41,7 @@ from reshard.errors import (
     TargetError,
     UnfinishedError,
 )
+from reshard.layout.boxlist import listed_of
 from reshard.layout.spec import TensorSpec
 from reshard.sharded.groups import Group
 from reshard.tensors.agreement import Agreement
@@ -154,7 +155,6 @@ class _Saving:
                 self.others.setdefault(name, (rank, size))
             keys |= {name: tuple(path) for name, path in paths[rank].items()}
         self._check_entries(specs)
-        self.place = Workplace(Path(plain_path(request["path"])))
         self.plan = plan_save(specs, self.others, keys, request["format"], agreement.ranks[0])
         self.kept: tuple[str, ...] = ()
         """Names of other files at the destination."""
@@ -183,6 +183,7 @@ class _Saving:
         sizes = {name: len(data) for name, data in self._objects.items()}
         several = len(self.agreement.ranks) > 1
         digests = digests_of(entries.local, self.agreement.rank) if several else {}
+        self.place = Workplace(Path(plain_path(path)))
         return [specs_to_text(entries.specs()), sizes, entries.keys, self.request, digests]
 
     def _check_entries(self, specs: Mapping[str, TensorSpec]) -> None:
@@ -322,11 +323,11 @@ def _check_present(
     specs: Mapping[str, TensorSpec], answers: Mapping[int, Mapping[str, TensorSpec]]
 ) -> None:
     """Refuse a tensor with a part on a rank that does not have it: that part cannot be written."""
-    boxes = RankBoxes()
     for name, spec in specs.items():
         absent = [rank for rank in spec.layout.ranks if name not in answers.get(rank, ())]
-        holders = boxes.of(spec.layout, spec.shape) if absent else {}
-        for rank in holders.keys() & absent:
+        holders = {*listed_of(spec.layout, spec.shape).holders.tolist()} if absent else set[int]()
+        rank = next((rank for rank in absent if rank in holders), None)
+        if rank is not None:
             lacks = "has no tensor" if rank in answers else "does not save, but has a part of"
             raise DisagreementError(
                 f"rank {rank} {lacks} {quoted(name)}, which is sharded over it "

@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -36,9 +37,10 @@ import torch
 from reshard.checkpoint.catalog import StoredTensor
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.crcs import Part
-from reshard.checkpoint.live.direct_reads import ReadRequest
+from reshard.checkpoint.live.direct_reads import ReadRequest, common_parts
 from reshard.checkpoint.live.entries import RankBoxes, RankTensor, View, part_of
 from reshard.checkpoint.transfer.packing import Pack, batches, within
+from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.checkpoint.transfer.windows import (
     Buffers,
     Source,
@@ -50,7 +52,6 @@ from reshard.dtypes import itemsize
 from reshard.layout.box import Box
 from reshard.layout.boxlist import listed_of
 from reshard.layout.columns import Ints
-from reshard.layout.coverage import overlapping_pairs
 from reshard.layout.layout import Layout
 from reshard.layout.spec import TensorSpec
 from reshard.planning.plans import plan
@@ -155,24 +156,20 @@ def _cells(request: ReadRequest, window: Box, limit: int) -> Iterator[tuple[Box,
     """The cells of a window, each with the ranks that need it."""
     size = itemsize(request.transfer.have)
     listed = listed_of(request.layout, request.transfer.shape)
-    parts = request.transfer.source.within(window)
-    mine, others = overlapping_pairs(parts.starts, parts.stops, listed.starts, listed.stops)
-    starts = np.maximum(parts.starts[mine], listed.starts[others])
-    stops = np.minimum(parts.stops[mine], listed.stops[others])
-    parted = parts.clipped(mine, starts, stops)
-    first = np.searchsorted(mine, np.arange(len(parts) + 1))
-    for row, num_bytes in enumerate(parts.num_bytes.tolist()):
-        rows = range(int(first[row]), int(first[row + 1]))
-        some = slice(rows.start, rows.stop)
+    pieces = request.transfer.source.within(window)
+    rows, boxes, parts = common_parts(pieces, listed)
+    first = np.searchsorted(rows, np.arange(len(pieces) + 1)).tolist()
+    for piece, (start, stop) in enumerate(pairwise(first)):
+        some, num_bytes = slice(start, stop), int(pieces.num_bytes[piece])
+        holders = [listed.of(box) for box in boxes[some].tolist()]
         # A piece is read by the boxes of the ranks if they are long runs, and all of it.
-        is_worth = len(rows) == 1 or 0 < WORTH_SPLITTING * len(rows) <= num_bytes
-        is_all = int(parted.num_bytes[some].sum()) == num_bytes
-        if is_worth and is_all and parted.is_run[some].all():
-            chosen = [(parted.box(at), listed.of(int(others[at]))) for at in rows]
+        is_worth = len(holders) == 1 or 0 < WORTH_SPLITTING * len(holders) <= num_bytes
+        is_all = int(parts.num_bytes[some].sum()) == num_bytes
+        if is_worth and is_all and parts.is_run[some].all():
+            chosen = [*zip(map(parts.box, range(start, stop)), holders, strict=True)]
         else:
-            holders = [listed.of(int(others[at])) for at in rows]
             ranks = np.unique(np.concatenate([*holders, np.zeros(0, dtype=np.int64)]))
-            chosen = [(parts.box(row), ranks)]
+            chosen = [(pieces.box(piece), ranks)]
         for box, ranks in chosen:
             yield from ((slab, ranks) for slab in box.slabs(max(limit // size, 1)))
 
@@ -191,7 +188,6 @@ class SharedReads:
     ) -> None:
         self._source, self._digests = source, digests
         self._agreement, self._memory = agreement, memory
-        self._crcs: list[Part] = []
         self._boxes = RankBoxes()
         self._data: list[torch.Tensor] = []
         """What this rank has read of each window of a batch: its boxes, flattened and joined."""
@@ -202,9 +198,12 @@ class SharedReads:
             if name in local
         }
 
-    def read(self, batch: Sequence[Share]) -> dict[str, int]:
-        """Read this rank's share of a batch; what it adds to the digest value of each tensor."""
-        self._data = []
+    def read(self, batch: Sequence[Share]) -> tuple[dict[str, int], list[Part]]:
+        """Read this rank's share of a batch.
+
+        Returns what it adds to the digest value of each tensor, and the CRC-32 of what was read.
+        """
+        self._data, crcs = [], list[Part]()
         for share in batch:
             size = sum(box.size for box in share.boxes.get(self._agreement.rank, ()))
             dtype: torch.dtype = getattr(torch, share.request.transfer.have)
@@ -212,12 +211,13 @@ class SharedReads:
         tasks = [(share, *part) for share, parts in self._parts(batch) for part in parts]
         workers = LOCAL_WORKERS if self._source.storage.is_local else REMOTE_WORKERS
         values = Counter[str]()
-        done = in_order(self._read, tasks, workers, lambda: np.empty(SCRATCH, dtype=np.uint8))
+        read = partial(self._read, crcs)
+        done = in_order(read, tasks, workers, lambda: np.empty(SCRATCH, dtype=np.uint8))
         for (share, box, _), array in done:
             transfer = share.request.transfer
             if share.name in self._digests:
                 values[share.name] += digest.part(array, box, transfer.shape, transfer.have)
-        return values
+        return values, crcs
 
     def _parts(self, batch: Sequence[Share]) -> Iterator[tuple[Share, list[View]]]:
         """What this rank has read of each window: its boxes, and the elements of each."""
@@ -226,17 +226,14 @@ class SharedReads:
             parts = torch.split(data, [box.size for box in boxes]) if boxes else ()
             yield share, [(box, p.view(box.shape)) for box, p in zip(boxes, parts, strict=True)]
 
-    def crc_parts(self) -> list[Part]:
-        """The CRC-32 of everything that was read since the last call."""
-        parts, self._crcs = self._crcs, []
-        return parts
-
-    def _read(self, task: tuple[Share, Box, torch.Tensor], scratch: Array) -> Array:
+    def _read(
+        self, crcs: list[Part], task: tuple[Share, Box, torch.Tensor], scratch: Array
+    ) -> Array:
         share, box, part = task
         transfer = share.request.transfer
         window = part.reshape(-1).view(torch.uint8).numpy()
         place = Buffers(len(scratch), window, scratch, window)
-        read = partial(self._source.read_into, crcs=self._crcs)
+        read = partial(self._source.read_into, crcs=crcs)
         array = fill(transfer, box, place, read)
         if transfer.replicas:  # compared in parts that fit into the scratch buffer
             for some in box.slabs(len(scratch) // array.itemsize):
@@ -305,9 +302,13 @@ def are_small(requests: Mapping[str, ReadRequest]) -> bool:
     for request in requests.values():
         if request.is_whole or request.transfer.replicas:
             return False
-        source = request.transfer.source  # a strided view spans more than its bytes
-        total += int(np.maximum(source.spans, source.num_bytes).sum())
+        total += _num_stored(request.transfer)
     return total <= MOST_SMALL
+
+
+def _num_stored(transfer: Transfer) -> int:
+    """Bytes from the first to the last of each stored piece: with gaps if it is a strided view."""
+    return int(np.maximum(transfer.source.spans, transfer.source.num_bytes).sum())
 
 
 def read_small(requests: Mapping[str, ReadRequest], source: Source) -> str:
@@ -315,7 +316,8 @@ def read_small(requests: Mapping[str, ReadRequest], source: Source) -> str:
     transfers = [request.transfer for request in requests.values()]
     small = [StoredTensor(t.name, t.shape, t.have, tuple(t.source.pieces())) for t in transfers]
     pack = Pack(small, np.empty(sum(one.num_bytes for one in small), dtype=np.uint8))
-    pack.read(np.empty(MOST_SMALL, dtype=np.uint8), source.read_into)
+    # With room for no more, hardly any bytes between the tensors are read with them.
+    pack.read(np.empty(sum(map(_num_stored, transfers)), dtype=np.uint8), source.read_into)
     return b64encode(pack.buffer.data).decode()
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -199,9 +199,6 @@ def write_share(
     ``done`` has the number of the rank, and collects what was written; the parts of digests are by
     number of the tensor.
     """
-    writers = dict.fromkeys(range(len(plan.output.files)), plan.first)
-    writers |= {piece.file: writer for _, piece, writer in plan.pieces()}
-    numbers = {name: number for number, name in enumerate(plan.specs)}
 
     def write(task: _Write, _: None) -> tuple[Done, Any]:
         part = part_of(task.view, task.box)
@@ -210,16 +207,11 @@ def write_share(
         return written, data.view(f"V{part.element_size()}").reshape(task.box.shape)
 
     touched = set[int]()
-    for literal in plan.output.all_literals():
-        if writers[literal.file] == done.number:
-            done.write(target, literal.file, literal.offset, memoryview(literal.data), checksums)
-            touched.add(literal.file)
-    for copy in plan.output.objects:
-        name = copy.source.name
-        if plan.others[name][0] == done.number:
-            done.write(target, copy.file, copy.offset, memoryview(objects[name]), checksums)
-            touched.add(copy.file)
+    for file, offset, data in _known_bytes(plan, objects, done.number):
+        done.write(target, file, offset, memoryview(data), checksums)
+        touched.add(file)
     tasks = _writes(plan, local, done.number)
+    numbers = {name: number for number, name in enumerate(plan.specs)}
     while True:
         some = [*islice(tasks, max(STEP // WINDOW, 1))]
         for task, (written, array) in in_order(write, some, WORKERS):
@@ -235,14 +227,29 @@ def write_share(
         yield bool(some)
 
 
+def _known_bytes(
+    plan: SavePlan, objects: Mapping[str, bytes], rank: int
+) -> Iterator[tuple[int, int, bytes]]:
+    """File, offset and bytes of the headers and of the entries that a rank writes."""
+    writers = dict.fromkeys(range(len(plan.output.files)), plan.first)
+    writers |= {piece.file: writer for _, piece, writer in plan.pieces()}
+    for literal in plan.output.all_literals():
+        if writers[literal.file] == rank:
+            yield literal.file, literal.offset, literal.data
+    for copy in plan.output.objects:
+        writer, _ = plan.others[copy.source.name]
+        if writer == rank:
+            yield copy.file, copy.offset, objects[copy.source.name]
+
+
 def _writes(plan: SavePlan, local: Mapping[str, RankTensor], rank: int) -> Iterator[_Write]:
     """The boxes that a rank writes, in windows."""
-    boxes = RankBoxes()
-    views_of = lru_cache(maxsize=1)(lambda name: boxes.views(local[name], rank))
-    for name, piece, writer in plan.pieces():
-        if writer == rank:
-            at, size = piece.offset, itemsize(plan.specs[name].dtype)
+    boxes, own = RankBoxes(), (one for one in plan.pieces() if one[2] == rank)
+    for name, pieces in groupby(own, key=itemgetter(0)):
+        views, size = boxes.views(local[name], rank), itemsize(plan.specs[name].dtype)
+        for _, piece, _ in pieces:
+            at = piece.offset
             for box in piece.box.slabs(WINDOW // size):
-                view = next(view for view in views_of(name) if box in view[0])
+                view = next(view for view in views if box in view[0])
                 yield _Write(piece.file, at, name, box, view)
                 at += box.size * size

@@ -195,8 +195,10 @@ class Budget:
         return False
 
     def plan(self, rank_local: int, is_same: bool) -> None:
-        """Choose what stays whole in the next forward, with the most rank-local bytes of any rank;
-        nothing if ranks have not saved the same sizes."""
+        """Choose what stays whole in the next forward: nothing if ranks have saved other sizes.
+
+        ``rank_local`` is the most of any rank.
+        """
         self.has_planned, self.is_first_forward = True, False
         whole = choose_whole(self._sizes, self._shares, rank_local, self.limit)
         self._plan = tuple(zip(self._sizes, whole, strict=True)) if is_same else ()
@@ -259,8 +261,10 @@ _calls = count(1)
 
 
 class SavedTensorHooks:
-    """Applies a policy to the tensors that autograd saves inside a with statement; call `finish`
-    after it."""
+    """Applies a policy to the tensors that autograd saves inside a with statement.
+
+    Call `finish` after the statement.
+    """
 
     def __init__(
         self, policy: Policy, inputs: ReplicatedInputs, label: str, check: bool = False
@@ -296,17 +300,23 @@ class SavedTensorHooks:
 
     @not_compiled
     def finish(self) -> bool:
-        """After forward, raise if a budget is too small or checksums differ between ranks; returns
-        whether checksums were compared."""
+        """Raise if the budget is too small, or if checksums differ between ranks.
+
+        Returns whether any were compared. Ranks on which nothing was saved take part.
+        """
         if self._is_checkpointed or torch._C._current_graph_task_id() != -1:
             return False
         if not _active.stack:
             self._policy.after_forward()
-        if not self._checksums:
+        if self._checksums is None:
             return False
+        with self._policy.restorer.reset_on_failure():
+            self._compare(self._checksums)
+        return bool(self._checksums)
+
+    def _compare(self, checksums: list[tuple[str, int, int]]) -> None:
         restorer = self._policy.restorer
-        gathered = restorer.gather(self._checksums, self._policy.timeout)
-        for sums in zip_longest(*gathered):
+        for sums in zip_longest(*restorer.gather(checksums, self._policy.timeout)):
             pairs = zip(restorer.ranks, sums, strict=True)
             different = [rank for rank, one in pairs if one != sums[0]]
             if different:
@@ -316,7 +326,6 @@ class SavedTensorHooks:
                     f"than rank {restorer.ranks[0]}, so it must not be kept as shares; do not "
                     "reshard this module, or make its inputs equal"
                 )
-        return True
 
     @not_compiled
     def _pack(self, saved: torch.Tensor) -> Packed:

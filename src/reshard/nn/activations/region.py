@@ -10,12 +10,12 @@ Saved views of one input share one region:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from operator import mul
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -23,14 +23,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from reshard.errors import StateError
 from reshard.tensors.dtensor.wrapping import dtensor_of
-from reshard.text import format_bytes
+from reshard.text import Report, format_bytes
 
 NUM_SAMPLES = 32
 """Bytes of a region that are compared across ranks to tell regions apart; a multiple of 8."""
 
 
 @dataclass(slots=True)
-class Stats:
+class Stats(Report):
     """Counters of resharded activations; memory that several saved tensors share counts once.
 
     >>> print(Stats(bytes_seen=4 << 20, bytes_kept=1 << 20, restores=4, collectives=2))
@@ -55,9 +55,9 @@ class Stats:
         """Bytes that this rank's device did not have to keep."""
         return self.bytes_seen - self.bytes_kept
 
-    def to_json(self) -> str:
-        """The counters as JSON."""
-        return json.dumps({**asdict(self), "bytes_saved": self.bytes_saved})
+    def to_dict(self) -> dict[str, Any]:
+        """The counters as plain data."""
+        return {**Report.to_dict(self), "bytes_saved": self.bytes_saved}
 
     def __str__(self) -> str:
         kept, seen = format_bytes(self.bytes_kept), format_bytes(self.bytes_seen)
@@ -186,8 +186,10 @@ class Region:
 
     @property
     def identity(self) -> list[int]:
-        """Numbers that are equal on all ranks and differ between regions. With a sample of the
-        bytes, because threads may number regions in any order."""
+        """Numbers that are equal on all ranks, and differ between regions.
+
+        They include a sample of the bytes, because threads may number regions in any order.
+        """
         assert self._sample is not None  # only shares are compared
         return [self.number, *self._sample.tolist()]
 

@@ -111,8 +111,10 @@ class ReplicatedInputs:
                     self._inputs.setdefault(location.address, []).append(location)
 
     def find(self, saved: torch.Tensor, local: torch.Tensor) -> TensorLocation | None:
-        """The memory, identical on all ranks, that a saved tensor is a view of; None if it is not.
-        ``local`` is the tensor itself, or the local tensor of a DTensor."""
+        """The memory that is identical on all ranks and of which a saved tensor is a view, if any.
+
+        ``local`` is the tensor itself, or the local tensor of a DTensor.
+        """
         if isinstance(saved, DTensor):
             axis = mesh_axis(saved.device_mesh, self._ranks)
             is_same = axis is not None and saved.placements[axis].is_replicate()

@@ -76,18 +76,17 @@ class Restorer:
 
     def restore(self, region: Region, timeout: float, headroom: int | None) -> torch.Tensor:
         """All bytes of a region; ``headroom`` bounds what is fetched ahead of its use."""
-        with self._lock:
+        with self.reset_on_failure():
             began = time.perf_counter()
-            with self._reset_on_failure():
-                if region.whole is None and self._in_flight is not None:
-                    self._in_flight()
-                if region.whole is None:
-                    for other in self._prefetched:  # the prediction was wrong
-                        other.whole = None
-                    self._fetch([region], timeout, headroom, False)()
-                self._order.read(region)
-                if self._expected and region is self._prefetched[-1] and self._in_flight is None:
-                    self._in_flight = self._fetch(self._expected, timeout, headroom, True)
+            if region.whole is None and self._in_flight is not None:
+                self._in_flight()
+            if region.whole is None:
+                for other in self._prefetched:  # the prediction was wrong
+                    other.whole = None
+                self._fetch([region], timeout, headroom, False)()
+            self._order.read(region)
+            if self._expected and region is self._prefetched[-1] and self._in_flight is None:
+                self._in_flight = self._fetch(self._expected, timeout, headroom, True)
             region.stats.seconds_waiting += time.perf_counter() - began
             whole = region.whole
             assert whole is not None
@@ -101,7 +100,7 @@ class Restorer:
     def gather(self, values: Sequence[Any], timeout: float) -> list[Any]:
         """The values of each rank, which are those of JSON."""
         agreement = Agreement(self.group, "resharding activations", timeout)
-        with self._lock, self._reset_on_failure():
+        with self.reset_on_failure():
             return [*agreement.gather(values).values()]
 
     def _fetch(
@@ -133,16 +132,7 @@ class Restorer:
             self._in_flight, self._prefetched = None, regions
             moved = wait()
             by_rank = moved[NUMBERS].tolist()
-            asked = [numbers[: len(identities)] for numbers in by_rank]
-            pairs = zip(self.ranks, asked, strict=True)
-            different = [rank for rank, numbers in pairs if numbers != asked[0]]
-            if different:
-                raise DisagreementError(
-                    "ranks ask for different tensors, or for one that is not the same on all "
-                    f'ranks, beginning with "{regions[0].label}": ranks {different} differ from '
-                    f"rank {self.ranks[0]}; all ranks must have the same inputs, and run backward "
-                    "through the same graphs in the same order, in one thread"
-                )
+            self._check_same([numbers[: len(identities)] for numbers in by_rank], regions[0].label)
             for region, name in zip(regions, names, strict=True):
                 # Views that were freed in the meantime do not need it any more.
                 region.whole = moved[name] if region.views else None
@@ -150,6 +140,17 @@ class Restorer:
             self._expected = following if is_same else []
 
         return complete
+
+    def _check_same(self, identities: list[list[int]], label: str) -> None:
+        pairs = zip(self.ranks, identities, strict=True)
+        different = [rank for rank, numbers in pairs if numbers != identities[0]]
+        if different:
+            raise DisagreementError(
+                "ranks ask for different tensors, or for one that is not the same on all ranks, "
+                f'beginning with "{label}": ranks {different} differ from rank {self.ranks[0]}; '
+                "all ranks must have the same inputs, and run backward through the same graphs in "
+                "the same order, in one thread"
+            )
 
     def plan_for(self, names: tuple[str, ...], sizes: tuple[tuple[int, int], ...]) -> Plan:
         """The plan that gathers the shares of regions of these names, and sizes and units."""
@@ -170,14 +171,15 @@ class Restorer:
         return self._plans.put((names, sizes), gather, plan_bytes(gather))
 
     @contextmanager
-    def _reset_on_failure(self) -> Iterator[None]:
+    def reset_on_failure(self) -> Iterator[None]:
         """After a failure ranks may have saved and read different regions: start counting again."""
-        try:
-            yield
-        except LiveError:
-            self._order, self._in_flight = _ReadOrder(), None
-            self._expected, self._prefetched = [], []
-            raise
+        with self._lock:
+            try:
+                yield
+            except LiveError:
+                self._order, self._in_flight = _ReadOrder(), None
+                self._expected, self._prefetched = [], []
+                raise
 
 
 class _ReadOrder:
