@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import groupby, pairwise
 from operator import add, attrgetter, gt, itemgetter
 from typing import NamedTuple
 
@@ -226,30 +226,30 @@ def _readable(
     A range that thousands of entries share would be read as often.
     """
     readable: set[Range] = set()
-    by_file: dict[str, list[tuple[int, int]]] = {}
-    for path, offset, length in ranges:
-        by_file.setdefault(path, []).append((offset, offset + length))
-    for path, spans in sorted(by_file.items()):
-        spans.sort()
-        end, size = max(stop for _, stop in spans), sizes.get(path)
+    for path, some in groupby(sorted(ranges), key=itemgetter(0)):
+        entries = [*some]
+        end, size = max(start + length for _, start, length in entries), sizes.get(path)
         if size is None:
             findings.add_damage(
-                f"{root}/{path} is missing: {METADATA} puts {len(spans)} entries there, {end} bytes"
+                f"{root}/{path} is missing: {METADATA} puts {len(entries)} entries there, {end} "
+                "bytes"
             )
             continue
-        if end > size:
-            lost = sum(stop > size for _, stop in spans)
+        inside = [entry for entry in entries if entry[1] + entry[2] <= size]
+        if len(inside) < len(entries):
             findings.add_damage(
                 f"{root}/{path} has {size} bytes and {METADATA} expects {end}: it is truncated, "
-                f"{lost} of {len(spans)} entries are lost"
+                f"{len(entries) - len(inside)} of {len(entries)} entries are lost"
             )
-        pairs = [pair for pair in pairwise(spans) if pair[1][0] < pair[0][1]]
+        pairs = [pair for pair in pairwise(entries) if pair[1][1] < pair[0][1] + pair[0][2]]
         if pairs:
-            (_, stop), (start, _) = pairs[0]
+            (_, first, length), (_, start, _) = pairs[0]
             more = f" ({len(pairs)} such pairs)" if len(pairs) > 1 else ""
-            findings.add_damage(f"{root}/{path}: two entries share bytes {start} to {stop}{more}")
-        alone = {span for span in spans if span[1] <= size} - {*chain.from_iterable(pairs)}
-        readable |= {(path, start, stop - start) for start, stop in alone}
+            findings.add_damage(
+                f"{root}/{path}: two entries share bytes {start} to {first + length}{more}"
+            )
+        readable.update(inside)
+        readable.difference_update(*pairs)
     return readable
 
 

@@ -68,8 +68,9 @@ def check_committed(storage: Storage, listed: Sequence[StoredFile], findings: Fi
 
 
 def _json(storage: Storage, path: str, length: int) -> dict[str, Any] | None:
+    text = storage.read(path, 0, length)
     try:
-        data = json.loads(storage.read(path, 0, length))
+        data = json.loads(text)
     except (ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) else None
