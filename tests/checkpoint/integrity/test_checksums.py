@@ -164,7 +164,7 @@ def sealed(data: object) -> bytes:
     ],
 )
 def test_a_hostile_sidecar_is_refused(data: object) -> None:
-    with pytest.raises(DamageError, match="is not what reshard writes .* restore it from a copy"):
+    with pytest.raises(DamageError, match=r"is not what reshard writes .* restore it from a copy"):
         Checksums.from_bytes(sealed(data))
 
 
