@@ -85,7 +85,7 @@ def build(source: str | Path, out: str | Path) -> IndexReport:
             if kind == DEFINED and not entry[4]:
                 entry[2:] = [len(records), line, 1]
         # Later pages need its path, summary and imports; the rest would fill memory.
-        records.append(replace(record, functions=[], classes=[], identifiers={}))
+        records.append(replace(record, functions=[], classes=[], headings=[], identifiers={}))
     _write_links(root, target, records)
     _write_folders(target, records, skipped)
     _write_letters(target, records, keywords)

@@ -277,6 +277,20 @@ def test_objects_that_share_an_archive_are_not_each_looked_up(tmp_path: Path) ->
     assert f"two entries share bytes 0 to {size} (999 such pairs)" in str(report)
 
 
+def test_an_index_of_many_tensors_in_many_files_takes_little(tmp_path: Path) -> None:
+    mapped = {}
+    for number in range(1_000):
+        path = f"pytorch_model-{number + 1:05d}-of-01000.bin"
+        torch.save({str(number): torch.ones(1)}, tmp_path / path)
+        mapped |= {str(number): path}
+    mapped |= {f"lost {number}": path for number in range(300_000)}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": mapped}))
+    began = time.process_time()
+    report = checkpoint.inspect(tmp_path)
+    assert time.process_time() - began < within(1.0)
+    assert f'puts tensor "lost 0" into {path}, which does not have it' in report.damage[0]
+
+
 def test_many_names_of_a_module_share_it() -> None:
     """A record knows who would have made it, and not a text of its own."""
     content = text(b"z" * 1000) + put(0) + MARK

@@ -30,6 +30,7 @@ from reshard.checkpoint.formats.safetensors.header import (
     parse_header,
 )
 from reshard.checkpoint.inspection import inspect
+from reshard.checkpoint.storage.local import COMMITTED, LocalStorage
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from tests.checkpoint.torch_writers import bytes_of, gathered, write_sharded_hf
@@ -437,4 +438,21 @@ def test_many_tensors_make_a_long_header(tmp_path: Path) -> None:
     assert catalog_of(tmp_path).tensors.keys() == tensors.keys()
     os.truncate(tmp_path / "model.safetensors", 100_000)
     with pytest.raises(DamageError, match="promise a header of"):
+        catalog_of(tmp_path)
+
+
+def test_a_disk_that_fails_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / COMMITTED).write_text("{}")
+    read = LocalStorage.read
+
+    def failing(storage: LocalStorage, path: str, offset: int, length: int) -> bytes:
+        if path == COMMITTED:
+            raise CheckpointError("Input/output error")
+        return read(storage, path, offset, length)
+
+    with pytest.raises(DamageError, match="is not what reshard writes"):
+        catalog_of(tmp_path)
+    monkeypatch.setattr(LocalStorage, "read", failing)
+    with pytest.raises(CheckpointError, match="Input/output error"):
         catalog_of(tmp_path)

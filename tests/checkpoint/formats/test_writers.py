@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.checkpoint.formats.distcp_writer import TensorArchive, distcp, pickled
+from reshard.checkpoint.formats.distcp_writer import distcp, pickled, tensor_archive
 from reshard.checkpoint.formats.safetensors.writer import full, ranks, sharded
 from reshard.checkpoint.formats.torch.archive import BIG
 from reshard.checkpoint.output import Wanted
@@ -39,11 +39,11 @@ def test_plain_values_unpickle(value: object) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3, 5)])
 def test_torch_loads_an_archive(dtype: str, shape: tuple[int, ...]) -> None:
-    archive = TensorArchive.of(dtype, shape)
-    assert archive.data_size == prod(shape) * getattr(torch, dtype).itemsize
-    assert archive.data_offset % 64 == 0
-    data = bytes(1 if dtype == "bool" else 1 + at % 250 for at in range(archive.data_size))
-    file = io.BytesIO(archive.head + data + archive.tail)
+    head, tail = tensor_archive(dtype, shape)
+    size = prod(shape) * getattr(torch, dtype).itemsize
+    assert len(head) % 64 == 0
+    data = bytes(1 if dtype == "bool" else 1 + at % 250 for at in range(size))
+    file = io.BytesIO(head + data + tail)
     tensor = torch.load(file, weights_only=True)
     assert tensor.dtype == getattr(torch, dtype)
     assert tensor.shape == shape
@@ -54,10 +54,9 @@ def test_torch_loads_an_archive(dtype: str, shape: tuple[int, ...]) -> None:
 
 
 def test_archives_of_more_than_4_gib_have_64_bit_sizes() -> None:
-    archive = TensorArchive.of("uint8", (BIG + 10,))
-    assert b"\x01\x00\x10\x00" + (BIG + 10).to_bytes(8, "little") * 2 in archive.head
-    assert b"PK\x06\x06" in archive.tail
-    assert (archive.data_offset + archive.data_size).to_bytes(8, "little")[4:] != bytes(4)
+    head, tail = tensor_archive("uint8", (BIG + 10,))
+    assert b"\x01\x00\x10\x00" + (BIG + 10).to_bytes(8, "little") * 2 in head
+    assert b"PK\x06\x06" in tail
 
 
 def layouts(texts: dict[str, str], **axes: int) -> dict[str, Wanted]:

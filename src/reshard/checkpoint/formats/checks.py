@@ -39,10 +39,12 @@ def whole_numbers(values: object) -> tuple[int, ...] | None:
     >>> whole_numbers([2, 3]), whole_numbers([2, -3]), whole_numbers("23")
     ((2, 3), None, None)
     """
-    # True is an int too, but no size.
-    if isinstance(values, list | tuple) and all(type(n) is int and n >= 0 for n in values):
-        return tuple(values)
-    return None
+    if not isinstance(values, list | tuple):
+        return None
+    for value in values:  # half the time of `all`, and there are several calls for each box
+        if type(value) is not int or value < 0:  # True is an int too, but no size
+            return None
+    return tuple(values)
 
 
 def checked_shape(values: object, where: str, name: str | None = None) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import groupby, pairwise
 from operator import add, attrgetter, gt, itemgetter
 from typing import NamedTuple
 
@@ -128,45 +128,24 @@ def _with_metadata(catalog: Catalog, reading: Reading, path: str) -> tuple[Catal
     For names that several have, the first counts.
     """
     storage, listed, findings = reading.storage, reading.listed, reading.findings
-    where, size = storage.where(path), storage.size(path)
-    if size > MAX_METADATA:
-        raise UnsupportedError(f"{where} has {size} bytes, at most {MAX_METADATA} are read")
-    metadata = unpickle(storage.read(path, 0, size), where)
-    # The class may be a subclass of torch's, as Megatron's is.
-    described = metadata.field("state_dict_metadata") if isinstance(metadata, Record) else None
-    if not isinstance(described, dict):
-        raise UnsupportedError(
-            f"{where} is a pickle of something else than the metadata of a checkpoint"
-        )
+    where, most = storage.where(path), storage.size(path) // CHUNK_BYTES
+    metadata = _metadata(storage, path)
     placed = _placed(metadata.field("storage_data"), where)
     sizes = {file.path: file.size for file in listed}
     readable = _readable(storage.root, placed.values(), sizes, findings)
     named = {path for path, _, _ in placed.values()}
     files = dict.fromkeys([*catalog.files, *(file for file in listed if file.path in named)])
     numbers = {file.path: number for number, file in enumerate(files)}
-    tensors: dict[str, StoredTensor] = {}
-    objects: dict[str, StoredObject] = {}
-    chunks: list[_Chunk] = []
-    count, most = 0, size // CHUNK_BYTES
-    for name, entry in described.items():
-        with findings:
-            stored = _entry(name, entry, placed, where)
-            if isinstance(stored, StoredTensor):
-                tensors[name] = stored
-                boxes = entry.field("chunks")
-                boxes = boxes if isinstance(boxes, list) else []
-                count += len(boxes)
-                if count > most:
-                    raise UnsupportedError(
-                        f"{where}: up to {quoted(name)} its tensors have {count} chunks, and so "
-                        f"many bytes have at most {most}: many share one list"
-                    )
-                chunks += _chunks(stored, boxes, placed, f"{where}: {quoted(name)}")
-            elif stored in readable:
-                objects[name] = StoredObject(name, numbers[stored[0]], *stored[1:])
+    described = metadata.field("state_dict_metadata")
+    tensors, ranges, chunks = _described(described, placed, most, where, findings)
     for name, _ in placed:
-        if name not in tensors and name not in objects and not findings.any:
+        if name not in tensors and name not in ranges and not findings.any:
             findings.add_damage(f"{where}: {quoted(name)} is stored and not described")
+    objects = {
+        name: StoredObject(name, numbers[place[0]], *place[1:])
+        for name, place in ranges.items()
+        if place in readable
+    }
     chunks = [chunk for chunk in chunks if chunk.range in readable]
     pieces, crcs = _pieces(storage, chunks, numbers, findings)
     whole = {name: replace(t, pieces=(*pieces.get(name, ()),)) for name, t in tensors.items()}
@@ -180,6 +159,60 @@ def _with_metadata(catalog: Catalog, reading: Reading, path: str) -> tuple[Catal
         crcs=(*catalog.crcs, *crcs),
     )
     return joined, whole
+
+
+def _metadata(storage: Storage, path: str) -> Record:
+    """The object in a ``.metadata``, of torch's class or of a subclass, as Megatron's is."""
+    where, size = storage.where(path), storage.size(path)
+    if size > MAX_METADATA:
+        raise UnsupportedError(f"{where} has {size} bytes, at most {MAX_METADATA} are read")
+    metadata = unpickle(storage.read(path, 0, size), where)
+    if isinstance(metadata, Record) and isinstance(metadata.field("state_dict_metadata"), dict):
+        return metadata
+    raise UnsupportedError(
+        f"{where} is a pickle of something else than the metadata of a checkpoint"
+    )
+
+
+def _described(
+    described: Mapping[object, object], placed: Placed, most: int, where: str, findings: Findings
+) -> tuple[Tensors, Mapping[str, Range], Sequence[_Chunk]]:
+    """Tensors without their pieces, the ranges of objects, and the chunks of all tensors."""
+    tensors: dict[str, StoredTensor] = {}
+    ranges: dict[str, Range] = {}
+    chunks: list[_Chunk] = []
+    count = 0
+    for name, entry in described.items():
+        with findings:
+            if not isinstance(name, str) or not isinstance(entry, Record):
+                raise DamageError(f"{where}: an entry {shown(name)} is no tensor and no object")
+            named = f"{where}: {quoted(name)}"
+            if entry.kind == f"{_METADATA}BytesStorageMetadata":
+                if (name, None) not in placed:
+                    raise DamageError(f"{named} is stored in no file")
+                ranges[name] = placed[name, None]
+                continue
+            tensors[name] = tensor = _tensor(name, entry, named)
+            boxes = entry.field("chunks")
+            boxes = boxes if isinstance(boxes, list) else []
+            count += len(boxes)
+            if count > most:
+                raise UnsupportedError(
+                    f"{where}: up to {quoted(name)} its tensors have {count} chunks, and so many "
+                    f"bytes have at most {most}: many share one list"
+                )
+            chunks += _chunks(tensor, boxes, placed, named)
+    return tensors, ranges, chunks
+
+
+def _tensor(name: str, entry: Record, where: str) -> StoredTensor:
+    if entry.kind != f"{_METADATA}TensorStorageMetadata":
+        raise UnsupportedError(f"{where} is a {entry.kind}, which is not read")
+    properties = entry.field("properties")
+    state = properties.state if isinstance(properties, Record) else None
+    fields = state if isinstance(state, tuple) else ()
+    dtype = state.get("dtype") if isinstance(state, dict) else next(iter(fields), None)
+    return StoredTensor(name, checked_shape(entry.field("size"), where), dtype_of(dtype, where), ())
 
 
 def _extras(metadata: Record, most: int, where: str, findings: Findings) -> Mapping[str, object]:
@@ -226,49 +259,31 @@ def _readable(
     A range that thousands of entries share would be read as often.
     """
     readable: set[Range] = set()
-    by_file: dict[str, list[tuple[int, int]]] = {}
-    for path, offset, length in ranges:
-        by_file.setdefault(path, []).append((offset, offset + length))
-    for path, spans in sorted(by_file.items()):
-        spans.sort()
-        end, size = max(stop for _, stop in spans), sizes.get(path)
+    for path, some in groupby(sorted(ranges), key=itemgetter(0)):
+        entries = [*some]
+        end, size = max(start + length for _, start, length in entries), sizes.get(path)
         if size is None:
             findings.add_damage(
-                f"{root}/{path} is missing: {METADATA} puts {len(spans)} entries there, {end} bytes"
+                f"{root}/{path} is missing: {METADATA} puts {len(entries)} entries there, {end} "
+                "bytes"
             )
             continue
-        if end > size:
-            lost = sum(stop > size for _, stop in spans)
+        inside = [entry for entry in entries if entry[1] + entry[2] <= size]
+        if len(inside) < len(entries):
             findings.add_damage(
                 f"{root}/{path} has {size} bytes and {METADATA} expects {end}: it is truncated, "
-                f"{lost} of {len(spans)} entries are lost"
+                f"{len(entries) - len(inside)} of {len(entries)} entries are lost"
             )
-        pairs = [pair for pair in pairwise(spans) if pair[1][0] < pair[0][1]]
+        pairs = [pair for pair in pairwise(entries) if pair[1][1] < pair[0][1] + pair[0][2]]
         if pairs:
-            (_, stop), (start, _) = pairs[0]
+            (_, first, length), (_, start, _) = pairs[0]
             more = f" ({len(pairs)} such pairs)" if len(pairs) > 1 else ""
-            findings.add_damage(f"{root}/{path}: two entries share bytes {start} to {stop}{more}")
-        alone = {span for span in spans if span[1] <= size} - {*chain.from_iterable(pairs)}
-        readable |= {(path, start, stop - start) for start, stop in alone}
+            findings.add_damage(
+                f"{root}/{path}: two entries share bytes {start} to {first + length}{more}"
+            )
+        readable.update(inside)
+        readable.difference_update(*pairs)
     return readable
-
-
-def _entry(name: object, entry: object, placed: Placed, where: str) -> StoredTensor | Range:
-    """A tensor without its pieces, or the range of a file that is an object."""
-    if not isinstance(name, str) or not isinstance(entry, Record):
-        raise DamageError(f"{where}: an entry {shown(name)} is no tensor and no object")
-    where = f"{where}: {quoted(name)}"
-    if entry.kind == f"{_METADATA}BytesStorageMetadata":
-        if (name, None) not in placed:
-            raise DamageError(f"{where} is stored in no file")
-        return placed[name, None]
-    if entry.kind != f"{_METADATA}TensorStorageMetadata":
-        raise UnsupportedError(f"{where} is a {entry.kind}, which is not read")
-    properties = entry.field("properties")
-    state = properties.state if isinstance(properties, Record) else None
-    fields = state if isinstance(state, tuple) else ()
-    dtype = state.get("dtype") if isinstance(state, dict) else next(iter(fields), None)
-    return StoredTensor(name, checked_shape(entry.field("size"), where), dtype_of(dtype, where), ())
 
 
 def _chunks(

@@ -3,9 +3,9 @@
 Every box is a ``torch.save`` archive in the file of the rank that writes it. ``.metadata`` is a
 pickle with the place of every box.
 
->>> archive = TensorArchive.of("float32", (2, 3))
->>> archive.data_offset % 64, archive.data_size, len(archive.head) + archive.data_size
-(0, 24, 536)
+>>> head, tail = tensor_archive("float32", (2, 3))
+>>> len(head), head[:4], tail[-22:-18]
+(512, b'PK\\x03\\x04', b'PK\\x05\\x06')
 
 The pickles name classes and functions without importing them: a value is plain data, or a `Global`
 or `Record` as the reader makes it. A record with a state is an object that is created without
@@ -21,7 +21,6 @@ import io
 import pickle
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import prod
 from typing import Any
@@ -123,32 +122,21 @@ _STEPS: dict[type, Callable[[Any, Any], None]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TensorArchive:
-    """The archive of one tensor: all bytes before and after those of its elements."""
+def tensor_archive(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """The archive of a contiguous tensor: all bytes before and after those of its elements.
 
-    head: bytes
-    data_size: int
-    tail: bytes
-
-    @property
-    def data_offset(self) -> int:
-        return len(self.head)
-
-    @classmethod
-    def of(cls, dtype: str, shape: tuple[int, ...]) -> TensorArchive:
-        """The archive of a contiguous tensor, whose pickle builds it from its storage."""
-        size = prod(shape) * itemsize(dtype)
-        kind, count, version = Global("torch.storage", "UntypedStorage"), size, 3
-        if dtype in _STORAGES:  # other dtypes have a storage of bytes
-            kind, count, version = Global("torch", _STORAGES[dtype]), prod(shape), 2
-        storage = Record(None, (("storage", kind, "0", "cpu", count),))
-        hooks = Record(Global("collections", "OrderedDict"), ())
-        arguments: tuple[Any, ...] = (storage, 0, shape, row_major(shape), False, hooks)
-        arguments += (Global("torch", dtype),) if version == 3 else ()
-        rebuild = Global("torch._utils", f"_rebuild_tensor_v{version}")
-        head, tail = archive_around(pickled(Record(rebuild, arguments)), size)
-        return cls(head, size, tail)
+    Its pickle builds the tensor from its storage.
+    """
+    size = prod(shape) * itemsize(dtype)
+    kind, count, version = Global("torch.storage", "UntypedStorage"), size, 3
+    if dtype in _STORAGES:  # other dtypes have a storage of bytes
+        kind, count, version = Global("torch", _STORAGES[dtype]), prod(shape), 2
+    storage = Record(None, (("storage", kind, "0", "cpu", count),))
+    hooks = Record(Global("collections", "OrderedDict"), ())
+    arguments: tuple[Any, ...] = (storage, 0, shape, row_major(shape), False, hooks)
+    arguments += (Global("torch", dtype),) if version == 3 else ()
+    rebuild = Global("torch._utils", f"_rebuild_tensor_v{version}")
+    return archive_around(pickled(Record(rebuild, arguments)), size)
 
 
 _STORAGES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
@@ -212,11 +200,11 @@ def distcp(
         pieces, chunks = list[StoredPiece](), list[Shared]()
         around: list[tuple[bytes, bytes]] = []
         for start, stop, rank in owned_boxes(name, wanted, number):
-            box, strides, chunk, archive = _planned(wanted.dtype, start, stop)
-            size = archive.data_offset + archive.data_size + len(archive.tail)
+            box, strides, chunk, head, tail = _planned(wanted.dtype, start, stop)
+            size = len(head) + box.size * itemsize(wanted.dtype) + len(tail)
             file, offset, skipped = plan.add(rank, size, name, _size(start), len(chunks))
-            around.append((_padded(archive.head, skipped), archive.tail))
-            pieces.append(StoredPiece(box, file, offset + archive.data_offset, strides))
+            around.append((_padded(head, skipped), tail))
+            pieces.append(StoredPiece(box, file, offset + len(head), strides))
             chunks.append(chunk)
         outputs[name] = OutputTensor(
             name, wanted.shape, wanted.dtype, tuple(pieces), around=tuple(around)
@@ -244,11 +232,14 @@ def distcp(
 @lru_cache(maxsize=4096)
 def _planned(
     dtype: str, start: tuple[int, ...], stop: tuple[int, ...]
-) -> tuple[Box, tuple[int, ...], Shared, TensorArchive]:
-    """A box with its strides, its chunk in the metadata, and its archive: equal in many tensors."""
+) -> tuple[Box, tuple[int, ...], Shared, bytes, bytes]:
+    """A box, its strides, its chunk in the metadata, both ends of its archive.
+
+    They are equal in many tensors.
+    """
     box = Box(start, stop)
     chunk = Shared(_CHUNK, state={"offsets": _size(start), "sizes": _size(box.shape)})
-    return box, row_major(box.shape), chunk, TensorArchive.of(dtype, box.shape)
+    return box, row_major(box.shape), chunk, *tensor_archive(dtype, box.shape)
 
 
 @lru_cache(maxsize=1 << 14)

@@ -111,14 +111,7 @@ class _Ranks:
         if shape is None:
             shape = self._global_shape(name, layout, example.shape, holders)
         expected = {rank: layout.local_shape(rank, shape) for rank in holders}
-        # A rank may lack a tensor of which it holds no elements, if all other ranks match.
-        match = all(expected.get(rank) == one.tensor.shape for rank, one in by_rank.items())
-        for rank in holders:
-            if rank not in by_rank and not (match and 0 in expected[rank]):
-                raise DamageError(
-                    f'{self.files[rank]} has no tensor {quoted(name)}, which "{layout}" on mesh '
-                    f"{mesh} puts on rank {rank} too"
-                )
+        self._check_present(name, layout, expected)
         pieces: list[StoredPiece] = []
         for rank, one in by_rank.items():
             if rank not in expected:
@@ -134,6 +127,17 @@ class _Ranks:
                 )
             pieces += _stored(one, layout.pieces(rank, shape))
         return StoredTensor(name, shape, example.dtype, tuple(sorted(pieces, key=lambda p: p.box)))
+
+    def _check_present(self, name: str, layout: Layout, expected: Mapping[int, Shape]) -> None:
+        """Refuse a rank without its part; it may lack an empty one if all other ranks match."""
+        by_rank = self.locals[name]
+        match = all(expected.get(rank) == one.tensor.shape for rank, one in by_rank.items())
+        for rank, shape in expected.items():
+            if rank not in by_rank and not (match and 0 in shape):
+                raise DamageError(
+                    f'{self.files[rank]} has no tensor {quoted(name)}, which "{layout}" on mesh '
+                    f"{layout.mesh} puts on rank {rank} too"
+                )
 
     def _global_shape(
         self, name: str, layout: Layout, example: Shape, holders: Sequence[int]

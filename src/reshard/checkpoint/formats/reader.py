@@ -68,8 +68,9 @@ def check_committed(storage: Storage, listed: Sequence[StoredFile], findings: Fi
 
 
 def _json(storage: Storage, path: str, length: int) -> dict[str, Any] | None:
+    text = storage.read(path, 0, length)
     try:
-        data = json.loads(storage.read(path, 0, length))
+        data = json.loads(text)
     except (ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) else None
@@ -231,20 +232,18 @@ def _read(kind: str, files: Sequence[StoredFile], reading: Reading) -> Catalog:
 
 def _check_torch_index(reading: Reading, catalog: Catalog) -> None:
     """Note absent files and tensors that the index of a folder of torch.save files names."""
-    files, findings, where = (
-        {f.path: f for f in reading.listed},
-        reading.findings,
-        reading.storage.where,
-    )
-    if TORCH_INDEX not in files or not catalog.tensors or findings.any:
+    findings, where = reading.findings, reading.storage.where
+    listed = {file.path: file for file in reading.listed}
+    if TORCH_INDEX not in listed or not catalog.tensors or findings.any:
         return
     from reshard.checkpoint.formats.safetensors.reader import index_files
 
-    mapped, index = index_files(reading.storage, files[TORCH_INDEX]), where(TORCH_INDEX)
-    for path in sorted({*mapped.values()} - files.keys()):
+    mapped, index = index_files(reading.storage, listed[TORCH_INDEX]), where(TORCH_INDEX)
+    for path in sorted({*mapped.values()} - listed.keys()):
         findings.add_damage(f"{where(path)} is missing: {index} names it")
+    read = {file.path for file in catalog.files}
     for name, path in mapped.items():
-        if files.get(path) in catalog.files and name not in catalog.tensors:
+        if path in read and name not in catalog.tensors:
             findings.add_damage(
                 f"{index} puts tensor {quoted(name)} into {path}, which does not have it: restore "
                 "the file from a copy"

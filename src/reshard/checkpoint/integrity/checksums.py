@@ -111,26 +111,22 @@ class Checksums:
             raise DamageError(f"{where} was changed or truncated since it was written: {_ADVICE}")
         try:
             data = json.loads(text)
-            if (version := data.get("reshard-checksums")) != VERSION:
-                raise UnsupportedError(
-                    f"{where} is of version {quoted(version)} and this reshard reads {VERSION}: "
-                    "use the reshard that wrote it, or delete it to continue without checksums"
+            version = data.get("reshard-checksums")
+            if version == VERSION:
+                request = data.get("request")
+                return Checksums(
+                    {check_path(path): _read_sums(entry) for path, entry in data["files"].items()},
+                    {str(name): _hex(digest) for name, digest in data["digests"].items()},
+                    None if request is None else dict(request),
                 )
-            files = {check_path(path): _read_sums(entry) for path, entry in data["files"].items()}
-            digests = {str(name): _hex(digest) for name, digest in data["digests"].items()}
-            request = data.get("request")
-            return Checksums(files, digests, None if request is None else dict(request))
-        except (
-            KeyError,
-            TypeError,
-            AttributeError,
-            ValueError,
-            OverflowError,
-            RecursionError,
-        ) as e:
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise DamageError(
-                f"{where} is not what reshard writes ({' '.join(str(e).split())}): {_ADVICE}"
+                f"{where} is not what reshard writes ({' '.join(str(error).split())}): {_ADVICE}"
             ) from None
+        raise UnsupportedError(
+            f"{where} is of version {quoted(version)} and this reshard reads {VERSION}: use the "
+            "reshard that wrote it, or delete it to continue without checksums"
+        )
 
 
 def load_checksums(storage: Storage) -> Checksums | None:
@@ -183,11 +179,8 @@ def file_sums(files: Sequence[StoredFile], sums: Iterable[Sum]) -> dict[str, Fil
         starts, ends, texts = zip(*sorted(written), strict=True) if written else ((), (), ())
         for start, end in zip((*starts, file.size), (0, *ends), strict=True):
             if start != end:
-                low, high, times = (
-                    min(start, end),
-                    max(start, end),
-                    "twice" if start < end else "never",
-                )
+                low, high = sorted((start, end))
+                times = "twice" if start < end else "never"
                 raise CheckpointError(
                     f"{file.path}: bytes {low} to {high} of {file.size} were written {times}: this "
                     "is a bug in reshard; please report it"

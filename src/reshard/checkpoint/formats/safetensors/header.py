@@ -27,7 +27,6 @@ A file that reshard writes as one of several has the key ``reshard`` in ``__meta
 Torch's readers ignore it. The offset of a tensor in the global one is in torch's own key
 ``DCP_SHARDING_INFO`` (``{"w": {"saved_offsets": [4, 0]}}``); in a file without that key it
 follows from rank, mesh and layout, which also covers local tensors joined from several boxes.
-
 """
 
 from __future__ import annotations

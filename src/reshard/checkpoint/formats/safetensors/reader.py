@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from operator import add, attrgetter, gt
-from typing import Any, NamedTuple
+from typing import Any
 
 from reshard.checkpoint.catalog import Catalog, StoredPiece, StoredTensor
 from reshard.checkpoint.formats.checks import (
@@ -54,6 +54,8 @@ INDEX = ".safetensors.index.json"
 Contents = Mapping[StoredFile, Content]
 Own = Mapping[StoredFile, OwnMetadata]
 """Reshard's metadata of each file that has some."""
+_Source = tuple[Content, Mapping[str, OwnTensor]]
+"""A file, and what it says of whole tensors."""
 
 
 def read_headed(
@@ -191,15 +193,6 @@ def read_whole(reading: Reading, files: Sequence[StoredFile], contents: Contents
 _SHARD = re.compile(r"shard-(\d{1,9})-", re.ASCII)
 
 
-class _Part(NamedTuple):
-    """A box of a tensor in one file, and what the file says of the whole tensor."""
-
-    where: str
-    dtype: str
-    piece: StoredPiece
-    own: OwnTensor | None
-
-
 def check_counts(reading: Reading, files: Sequence[StoredFile], own: Own) -> None:
     """Note missing files: reshard writes their number, torch the number of each rank."""
     root, mesh, findings = reading.storage.root, reading.mesh, reading.findings
@@ -222,10 +215,10 @@ def check_counts(reading: Reading, files: Sequence[StoredFile], own: Own) -> Non
 def read_sharded(reading: Reading, contents: Contents, own: Own) -> Catalog:
     """The catalog of files whose metadata places their tensors."""
     findings = reading.findings
-    parts: dict[str, list[_Part]] = {}
-    layouts: dict[str, str] = {}
+    pieces: dict[str, list[StoredPiece]] = {}
+    sources: list[_Source] = []
     for number, (file, one) in enumerate(contents.items()):
-        described = own[file].tensors if file in own else {}
+        sources.append((one, own[file].tensors if file in own else {}))
         with findings:
             offsets: dict[str, Any] | None = None  # of a file that holds whole tensors
             if (text := one.described.get(SHARDING)) is not None:
@@ -236,14 +229,14 @@ def read_sharded(reading: Reading, contents: Contents, own: Own) -> Catalog:
                     start = _start(name, local, one.where, offsets)
                     stop = checked_shape(tuple(map(add, start, local.shape)), one.where, name)
                     piece = StoredPiece(Box(start, stop), number, local.offset, local.strides)
-                    part = _Part(one.where, local.dtype, piece, described.get(name))
-                    parts.setdefault(name, []).append(part)
-        layouts |= {name: tensor.layout for name, tensor in described.items() if tensor.layout}
+                    pieces.setdefault(name, []).append(piece)
     tensors = {}
-    for name, some in parts.items():
+    for name, some in pieces.items():
         with findings:
-            tensors[name] = _joined(name, some, findings)
-    have_shapes = all(any(part.own for part in some) for some in parts.values())
+            tensors[name] = _joined(name, some, sources, findings)
+    have_shapes = all(
+        any(name in sources[piece.file][1] for piece in some) for name, some in pieces.items()
+    )
     if reading.mesh is None and not have_shapes:
         findings.note(
             "the files do not say how large their tensors are: shapes reach as far as the boxes "
@@ -251,8 +244,9 @@ def read_sharded(reading: Reading, contents: Contents, own: Own) -> Catalog:
             "saved them (--mesh, in convert --from-mesh)"
         )
     mesh = next((one.mesh for one in own.values() if one.mesh is not None), None)
-    kind, layouts = "sharded-safetensors", layouts if mesh else {}
-    return reading.catalog(kind, contents, tensors, mesh=mesh, layouts=layouts)
+    each = (item for _, described in sources for item in described.items())
+    layouts = {name: tensor.layout for name, tensor in each if mesh and tensor.layout}
+    return reading.catalog("sharded-safetensors", contents, tensors, mesh=mesh, layouts=layouts)
 
 
 def _start(
@@ -269,14 +263,18 @@ def _start(
     return start
 
 
-def _joined(name: str, parts: Sequence[_Part], findings: Findings) -> StoredTensor:
-    """The global tensor of parts; those that do not fit the first one are noted and left out."""
-    first, shape = parts[0], None
-    dtype, num_dims = first.dtype, len(first.piece.strides)
-    pieces = list[StoredPiece]()
-    for where, kind, piece, own in parts:
+def _joined(
+    name: str, pieces: Sequence[StoredPiece], sources: Sequence[_Source], findings: Findings
+) -> StoredTensor:
+    """The global tensor; pieces that do not fit the first one are noted and left out."""
+    first, shape = sources[pieces[0].file][0], None
+    dtype, num_dims = first.tensors[name].dtype, len(pieces[0].strides)
+    fitting = list[StoredPiece]()
+    for piece in pieces:
+        one, described = sources[piece.file]
+        kind, dims, own = one.tensors[name].dtype, len(piece.strides), described.get(name)
         with findings:
-            named, dims = f"{where}: tensor {quoted(name)}", len(piece.strides)
+            named = f"{one.where}: tensor {quoted(name)}"
             if (kind, dims) != (dtype, num_dims):
                 raise DamageError(
                     f"{named} is {kind} of {dims} dims and {dtype} of {num_dims} in "
@@ -287,12 +285,12 @@ def _joined(name: str, parts: Sequence[_Part], findings: Findings) -> StoredTens
                     f"{named} is part of {own.shape}, and of {shape} in {first.where}"
                 )
             shape = shape if own is None else own.shape
-            pieces.append(piece)
-    reach = tuple(map(max, zip(*(piece.box.stop for piece in pieces), strict=True)))
+            fitting.append(piece)
+    reach = tuple(map(max, zip(*(piece.box.stop for piece in fitting), strict=True)))
     shape = checked_shape(reach, first.where, name) if shape is None else shape
     if len(reach) != len(shape) or any(map(gt, reach, shape)):
         raise DamageError(
             f"{first.where}: tensor {quoted(name)} has a box that reaches to {reach}, outside of "
             f"its shape {shape}"
         )
-    return StoredTensor(name, shape, dtype, tuple(sorted(pieces, key=attrgetter("box"))))
+    return StoredTensor(name, shape, dtype, tuple(sorted(fitting, key=attrgetter("box"))))

@@ -141,31 +141,29 @@ def _assemble(
     tensors: Mapping[str, Wanted],
     metadata: Mapping[str, str],
     own: str | None,
-    ranks: Sequence[int | None] = (),
+    ranks: Sequence[int] = (),
 ) -> Output:
     """The headers of the files, and the place of every piece after them."""
     kept = {key: text for key, text in metadata.items() if key not in (KEY, SHARDING)}
     _check_texts(tensors, kept)
+    described = {
+        name: OwnTensor(wanted.shape, _layout_text(wanted.layout, own or ""))
+        for name, wanted in tensors.items()
+    }
     pieces: dict[str, list[StoredPiece]] = {name: [] for name in tensors}
     stored, literals = [], []
     for number, (path, file) in enumerate(files.items()):
         # Elements of 8 bytes first, then of 4, and so on, so that every tensor is aligned.
         order = sorted(file, key=lambda name: -itemsize(file[name].dtype))
-        extra = {}
+        texts = {"format": "pt", **kept}
         if own is not None:
-            described = {
-                name: OwnTensor(tensors[name].shape, _layout_text(tensors[name].layout, own))
-                for name in file
-            }
             rank = ranks[number] if ranks else None
-            about = OwnMetadata(number + 1, len(files), own or None, rank, described)
-            extra[KEY] = about.to_text()
-            if rank is None:
-                offsets = {name: {"saved_offsets": entry.start} for name, entry in file.items()}
-                extra |= {SHARDING: json.dumps(offsets), "DCP_VERSION": "1.0"}
-        built = build_header(
-            {name: file[name][:2] for name in order}, {"format": "pt", **kept, **extra}
-        )
+            inside = {name: described[name] for name in file}
+            texts[KEY] = OwnMetadata(number + 1, len(files), own or None, rank, inside).to_text()
+        if own is not None and not ranks:
+            offsets = {name: {"saved_offsets": entry.start} for name, entry in file.items()}
+            texts |= {SHARDING: json.dumps(offsets), "DCP_VERSION": "1.0"}
+        built = build_header({name: file[name][:2] for name in order}, texts)
         literals.append(Literal(number, 0, built.data))
         stored.append(StoredFile(path, built.file_size))
         for name in order:

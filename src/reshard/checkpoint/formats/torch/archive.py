@@ -89,8 +89,12 @@ def read_archives(
     Pickles and directories of more than ``largest`` bytes are refused: many are in memory at once.
     """
     archives = _with_members(storage, ranges, largest)
-    members = [(archive, *item) for archive in archives for item in archive.members.items()]
-    read = [each for each in members if each[1] in ("data.pkl", "byteorder")]
+    read = [
+        (archive, name, archive.members[name])
+        for archive in archives
+        for name in ("data.pkl", "byteorder")
+        if name in archive.members
+    ]
     for archive, _, member in read:
         if member.size > largest:
             raise UnsupportedError(

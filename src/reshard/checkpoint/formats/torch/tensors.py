@@ -83,15 +83,7 @@ def tensor_of(record: Record, where: str) -> LocalTensor:
         )
     key, dtype, length = _storage(storage, dtype, where)
     shape = checked_shape(size, where)
-    fits = isinstance(stride, list | tuple) and len(stride) == len(shape)
-    strides = whole_numbers(stride) if fits else None
-    if strides is None or whole_numbers((start,)) is None:
-        raise DamageError(f"{where}: strides {shown(stride)} do not fit the shape {shape}")
-    # Strides that lead to no element may be any number; these become the usual ones.
-    usual = row_major(shape)
-    steps = zip(shape, strides, usual, strict=True)
-    strides = tuple(least if length == 1 else stride for length, stride, least in steps)
-    start, strides = (0, usual) if 0 in shape else (start, strides)
+    start, strides = _view(start, stride, shape, where)
     last = start + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     count, size = length // itemsize(dtype), prod(shape) * itemsize(dtype)
     if last >= count and size:
@@ -104,6 +96,21 @@ def tensor_of(record: Record, where: str) -> LocalTensor:
             f"expanded by more than {EXPANDED} times, which is not read: save it before expand()"
         )
     return LocalTensor(dtype, shape, strides, start * itemsize(dtype), key, length)
+
+
+def _view(
+    start: Any, stride: Any, shape: tuple[int, ...], where: str
+) -> tuple[int, tuple[int, ...]]:
+    """Start and strides, with usual values where they lead to no element and may be any number."""
+    fits = isinstance(stride, list | tuple) and len(stride) == len(shape)
+    strides = whole_numbers(stride) if fits else None
+    if strides is None or whole_numbers((start,)) is None:
+        raise DamageError(f"{where}: strides {shown(stride)} do not fit the shape {shape}")
+    usual = row_major(shape)
+    if 0 in shape:
+        return 0, usual
+    dims = zip(shape, strides, usual, strict=True)
+    return start, tuple(least if length == 1 else stride for length, stride, least in dims)
 
 
 def within(archive: Archive, tensor: LocalTensor, where: str) -> LocalTensor:
