@@ -6,6 +6,7 @@ import pickle
 import re
 import time
 from math import prod
+from typing import Any
 
 import numpy as np
 import pytest
@@ -324,13 +325,25 @@ def test_sixteen_thousand_ranks_answer_at_once() -> None:
      '{"shape": [2], "boxes": {"x": []}}', '{"shape": [2.5], "boxes": {}}',
      '{"shape": [2], "boxes": {"0": [[0, 1]]}}', '{"shape": [2], "boxes": {"0": [[[0], [9]]]}}',
      '{"shape": [-2], "boxes": {}}', '{"shape": [2], "boxes": [1]}', "[" * 100_000,
-     '{"mesh": "tp=2", "layout": "ep"}', '{"shape": [true], "boxes": {}}'],
-    ids=range(16),
+     '{"mesh": "tp=2", "layout": "ep"}', '{"shape": [true], "boxes": {}}',
+     f'{{"shape": [2], "boxes": {{"{"9" * 5000}": []}}}}'],
+    ids=range(17),
 )  # fmt: skip
 def test_json_that_is_no_layout(text: str) -> None:
     with pytest.raises(rs.ReshardError) as caught:
         rs.Layout.from_json(text)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("shape", [5, None, "ab", (2.0,)])
+def test_what_is_no_shape_is_refused(shape: Any) -> None:
+    empty = rs.Layout.from_boxes((2,), {})
+    for layout in (empty, rs.Layout.parse("tp=2: ...")):
+        with pytest.raises(rs.LayoutError, match="is no shape: give sizes"):
+            layout.pieces(0, shape)
+    with pytest.raises(rs.LayoutError, match="is no shape: give sizes"):
+        rs.Layout.from_boxes(shape, {})
 
 
 def test_a_bucket_is_padded_to_both_numbers() -> None:

@@ -116,6 +116,17 @@ def test_wrong_configs_are_named(change: dict[str, Any], message: str) -> None:
         models.tensors({**models.preset("llama-3-8b"), **change})
 
 
+def test_other_keys_of_a_config_are_not_taken_for_numbers_of_rules() -> None:
+    other = {"num_layers": 12, "heads": "x", "mlp_size": True, "linear_k_heads": [], "tied": 1}
+    assert models.numbers_of(other) == {}
+    config = models.preset("llama-3-8b")
+    assert models.numbers_of(config | other) == models.numbers_of(config)
+    assert models.numbers_of({"num_attention_heads": 8, "qk_rope_head_dim": 64}) == {
+        "heads": 8,
+        "qk_rope_head_dim": 64,
+    }
+
+
 def test_an_unknown_preset_names_the_nearest() -> None:
     with pytest.raises(RulesError, match='no model "llama3-8b": try llama-3-8b'):
         models.tensors("llama3-8b")

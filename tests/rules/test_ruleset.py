@@ -483,7 +483,7 @@ def test_a_name_no_rule_knows(name: str, message: str) -> None:
         Rules.load("llama").layout(name, Mesh(tp=2))
     assert "\n" not in str(raised.value)
     with pytest.raises(RulesError, match="3 names match no rule"):
-        Rules.load("llama", kv_heads=2).layouts([name, "lm_head.weight", "y", "z"], Mesh(tp=2))
+        Rules.load("llama", kv_heads=2).layouts([name, "lm_head.weight", "y", "z", "y"], Mesh(tp=2))
 
 
 def test_no_mesh_wrong_numbers_wrong_shape() -> None:

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,7 +26,7 @@ from reshard.layout.coverage import first_overlap
 from reshard.layout.mesh import MAX_RANK, Mesh, format_ranks
 from reshard.layout.notation import from_placements, parse
 from reshard.layout.words import Cuts, Ragged, Words, held_intervals, plain_cuts
-from reshard.text import count
+from reshard.text import count, quoted
 
 MAX_DIMS = 32
 MAX_ELEMENTS = 1 << 48  # more than any tensor has; beyond, bytes could not be counted exactly
@@ -96,7 +97,7 @@ class Layout:
         The local tensor of a rank with one box has its shape; of a rank with several it is 1-d,
         the boxes flattened and joined in the given order.
         """
-        return BoxLayout(tuple(shape), {rank: tuple(listed) for rank, listed in boxes.items()})
+        return BoxLayout(shape, {rank: tuple(listed) for rank, listed in boxes.items()})
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -259,7 +260,7 @@ class BoxLayout(Layout):
 
     words = Words((), 0)
 
-    def __init__(self, shape: tuple[int, ...], boxes: dict[int, tuple[Box, ...]]) -> None:
+    def __init__(self, shape: Sequence[int], boxes: dict[int, tuple[Box, ...]]) -> None:
         self.shape = _countable(shape)
         self.boxes = dict(sorted(boxes.items()))
         whole = Box.whole(self.shape)
@@ -295,12 +296,13 @@ class BoxLayout(Layout):
 
     def dims(self, shape: Sequence[int]) -> tuple[Cuts, ...]:
         """Raises if the shape is not the one the boxes were given for."""
-        if tuple(shape) != self.shape:
+        sizes = check_shape(shape)
+        if sizes != self.shape:
             raise LayoutError(
                 f"the boxes of this layout are for shape {self.shape} and the tensor has shape "
-                f"{tuple(shape)}: make the boxes from the tensor's shape"
+                f"{sizes}: make the boxes from the tensor's shape"
             )
-        return ((),) * len(shape)
+        return ((),) * len(sizes)
 
     def holds(self, rank: int) -> dict[str, int] | None:
         """An empty dict if the rank has an entry, else None."""
@@ -391,9 +393,9 @@ def _check_words(layout: Layout) -> None:
 
 def _read_boxes(entry: tuple[object, object]) -> tuple[int, tuple[Box, ...]]:
     match entry:
-        case (str(rank), list(boxes)) if rank.isascii() and rank.isdigit():
+        case (str(rank), list(boxes)) if re.fullmatch("[0-9]{1,18}", rank):
             return int(rank), tuple(map(_read_box, boxes))
-    raise FormatError(f'"{entry[0]}" in "boxes" is not a rank with a list of boxes')
+    raise FormatError(f'{quoted(entry[0])} in "boxes" is not a rank with a list of boxes')
 
 
 def _read_box(data: object) -> Box:

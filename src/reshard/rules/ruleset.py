@@ -145,7 +145,7 @@ class Rules:
             shapes = names if isinstance(names, Mapping) else None
             layouts: dict[str, Layout] = {}
             unmatched: list[UnmatchedError] = []
-            for name in names:
+            for name in dict.fromkeys(names):
                 try:
                     layouts[name] = table.layout(name, len(shapes[name]) if shapes else None)
                 except UnmatchedError as error:
