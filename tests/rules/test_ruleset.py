@@ -17,6 +17,7 @@ from reshard.errors import ArgumentTypeError, RulesError
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.rules import Rules, models
+from tests.soak import within
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -174,6 +175,16 @@ def test_a_tp_that_may_separate_heads_is_told() -> None:
     (note,) = rules.notes(rules.layouts(shapes, Mesh(tp=3)), shapes, Mesh(tp=3))
     assert "tp=3 does not divide kv_heads=8" in note
     assert not rules.notes(rules.layouts(shapes, Mesh(tp=4)), shapes, Mesh(tp=4))
+
+
+def test_a_huge_number_of_readers_is_refused_at_once() -> None:
+    rules, before = Rules.load("llama", kv_heads=10**15, heads=7), time.process_time()
+    with pytest.raises(RulesError, match=r"of the 7 heads reads; use tp=2 or tp=4\Z"):
+        rules.mesh_for("tp=3")
+    prime = 10**15 + 37
+    with pytest.raises(RulesError, match=r"of the 7 heads reads; use tp=1\Z"):
+        Rules.load("llama", kv_heads=prime, heads=7).mesh_for("tp=3")
+    assert time.process_time() - before < within(2.0)
 
 
 def test_the_numbers_of_a_factor_are_declared() -> None:

@@ -205,7 +205,9 @@ class Rules:
         warning: 8 of 16 ranks along kv, rep hold nothing of "layers.0.s
         """
         mesh = self._mesh_or_own(mesh)
-        notes = self.document.factor_notes(mesh, self.mesh_for(mesh))
+        model, factors = self.document.model, self.document.factors
+        with located(self.source):
+            notes = [note for factor in factors for note in factor.notes(mesh, model)]
         return [*notes, *idle_ranks(layouts, shapes)]
 
     def fit(self, names: Iterable[str]) -> Rules:

@@ -27,7 +27,7 @@ from reshard.layout.mesh import Mesh
 from reshard.layout.notation import parse
 from reshard.layout.words import Chunk, Cut, Cuts, Packed, Segment, Words, held_intervals
 from reshard.rules.document import Document, Rule, located
-from reshard.rules.language import INDEX, Place
+from reshard.rules.language import INDEX, Place, Template
 from reshard.text import and_more, count, quoted
 
 
@@ -58,7 +58,8 @@ class Table:
     def __init__(self, document: Document, mesh: Mesh) -> None:
         self._document = document
         self._mesh = mesh
-        self._numbers = {**document.model, **document.sizes(mesh)}
+        sizes = {f"{axis}_size": mesh.axes.get(axis, 1) for axis in document.axes}
+        self._numbers = {**document.model, **sizes}
         self._digits = tuple(set().union(*(rule.pattern.digits() for rule in document.rules)))
         self._entries: dict[tuple[object, ...], Entry] = {}
 
@@ -97,7 +98,7 @@ class Table:
 
     def _entry(self, name: str, num_dims: int | None) -> Entry:
         rule, _ = self._best(name, [rule for rule in self._document.rules if rule.layout])
-        if rule is None:
+        if rule is None or rule.layout is None:
             texts = [rule.pattern.text for rule in self._document.rules if rule.layout]
             near = difflib.get_close_matches(name, texts, n=3, cutoff=0.3)
             raise UnmatchedError(
@@ -107,7 +108,7 @@ class Table:
             )
         where = f"tensor {quoted(name)}, rule {quoted(rule.pattern.text)}"
         with located(where):
-            words = self._words(rule, num_dims)
+            words = self._words(rule.layout, num_dims)
             placements = [] if words.on else [*self._placements(name)]
             words = keep_axes(words, self._axes)
             placed = {one.place.axis for one in placements}
@@ -139,18 +140,17 @@ class Table:
                 best, best_starts = rule, starts
         return best, best_starts
 
-    def _words(self, rule: Rule, num_dims: int | None) -> Words:
+    def _words(self, layout: Template, num_dims: int | None) -> Words:
         """The words of a rule; a number that is not known may be missing where it cuts nothing.
 
         Without tp, ``tp*{head_dim} -`` is the same for every head_dim: two values tell.
         """
-        assert rule.layout is not None
-        names = rule.layout.names()
+        names = layout.names()
         unknown = [name for name in sorted(names) if self._numbers.get(name) is None]
         known = self._needed(names.difference(unknown))
-        words = parse(rule.layout.fill(known | dict.fromkeys(unknown, 1)))
+        words = parse(layout.fill(known | dict.fromkeys(unknown, 1)))
         if unknown:
-            other = parse(rule.layout.fill(known | dict.fromkeys(unknown, 2)))
+            other = parse(layout.fill(known | dict.fromkeys(unknown, 2)))
             cutting = {axis for axis in self._axes if self._mesh.axes[axis] > 1}
             if keep_axes(words, cutting) != keep_axes(other, cutting):
                 self._needed(unknown)
