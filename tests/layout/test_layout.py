@@ -346,6 +346,26 @@ def test_what_is_no_shape_is_refused(shape: Any) -> None:
         rs.Layout.from_boxes(shape, {})
 
 
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((1 << 40, 1 << 9), "has 562949953421312 elements: at most 281474976710656 work"),
+        ((0, 1 << 60), "has 0 elements: at most"),
+        ((1,) * 33, "a shape of 33 dims: at most 32 work"),
+        ((4, -1), r"shape \(4, -1\) has size -1 in dim 1: sizes are >= 0"),
+    ],
+)
+def test_shapes_that_cannot_be_counted_are_refused(shape: tuple[int, ...], message: str) -> None:
+    layout = rs.Layout.parse("tp=2: ...")
+    for call in (
+        lambda: layout.pieces(0, shape),
+        lambda: layout.same_as("tp=2: ...", shape),
+        lambda: rs.Layout.from_boxes(shape, {}),
+    ):
+        with pytest.raises(rs.LayoutError, match=message):
+            call()
+
+
 def test_a_bucket_is_padded_to_both_numbers() -> None:
     """Megatron pads to the least common multiple of ``pad_to`` and the ranks along the axis."""
     for num, pad_to, share in ((6, 128, 192), (8, 128, 128), (6, 1, 167), (7, 2, 144)):

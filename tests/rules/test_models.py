@@ -105,7 +105,7 @@ def test_dtype_is_read_in_either_spelling() -> None:
         ({"hidden_size": None}, '"hidden_size" in the config is None'),
         ({"vocab_size": "x"}, '"vocab_size" in the config is x'),
         ({"num_hidden_layers": -1}, '"num_hidden_layers" in the config is -1'),
-        ({"num_hidden_layers": 10**10}, "10000000000 layers of 1 experts are too many"),
+        ({"num_hidden_layers": 10**6}, "1000000 layers of 1 experts are too many"),
         ({"model_type": "mixtral"}, '"num_experts" in the config is None'),
         ({"model_type": "gemma3"}, "model_type 'gemma3' has no \"text_config\""),
         ({"model_type": "llama4", "text_config": 3}, 'has no "text_config"'),

@@ -21,15 +21,21 @@ from math import prod
 from typing import Any
 
 from reshard.errors import FormatError, LayoutError, NotationError, require_type
-from reshard.layout.box import Box, Interval, Piece, check_shape, length_of, local_pieces, row_major
+from reshard.layout.box import (
+    Box,
+    Interval,
+    Piece,
+    check_shape,
+    countable_shape,
+    length_of,
+    local_pieces,
+    row_major,
+)
 from reshard.layout.coverage import first_overlap
 from reshard.layout.mesh import MAX_RANK, Mesh, format_ranks
 from reshard.layout.notation import from_placements, parse
 from reshard.layout.words import Cuts, Ragged, Words, held_intervals, plain_cuts
 from reshard.text import count, quoted
-
-MAX_DIMS = 32
-MAX_ELEMENTS = 1 << 48  # more than any tensor has; beyond, bytes could not be counted exactly
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +127,13 @@ class Layout:
 
     def dims(self, shape: Sequence[int]) -> tuple[Cuts, ...]:
         """The cuts of each dim of a tensor of this shape."""
-        _countable(shape)
-        dims = self.words.expand(len(shape))
+        sizes = countable_shape(shape)
+        dims = self.words.expand(len(sizes))
         if dims is None:
             raise LayoutError(
-                f'layout "{self}" has {count(len(self.words.dims), "word")} and shape '
-                f"{tuple(shape)} has {count(len(shape), 'dim')}: write one word "
-                'per dim, or "..." for dims that are whole'
+                f'layout "{self}" has {count(len(self.words.dims), "word")} and shape {sizes} has '
+                f"{count(len(sizes), 'dim')}: write one word per dim, or "
+                '"..." for dims that are whole'
             )
         return dims
 
@@ -261,7 +267,7 @@ class BoxLayout(Layout):
     words = Words((), 0)
 
     def __init__(self, shape: Sequence[int], boxes: dict[int, tuple[Box, ...]]) -> None:
-        self.shape = _countable(shape)
+        self.shape = countable_shape(shape)
         self.boxes = dict(sorted(boxes.items()))
         whole = Box.whole(self.shape)
         for rank, mine in self.boxes.items():
@@ -345,16 +351,6 @@ class BoxLayout(Layout):
 
     def __reduce__(self) -> tuple[object, ...]:
         return BoxLayout, (self.shape, self.boxes)
-
-
-def _countable(shape: Sequence[int]) -> tuple[int, ...]:
-    """The sizes of a shape; refuses one too large to count its bytes exactly."""
-    sizes = check_shape(shape)
-    if len(sizes) > MAX_DIMS:
-        raise LayoutError(f"a shape of {len(sizes)} dims: at most {MAX_DIMS} work")
-    if prod(size or 1 for size in sizes) > MAX_ELEMENTS:
-        raise LayoutError(f"shape {sizes} has {prod(sizes)} elements: at most {MAX_ELEMENTS} work")
-    return sizes
 
 
 def _checked_ranks(ranks: Iterable[int]) -> set[int]:
