@@ -497,6 +497,14 @@ def test_a_name_no_rule_knows(name: str, message: str) -> None:
         Rules.load("llama", kv_heads=2).layouts([name, "lm_head.weight", "y", "z", "y"], Mesh(tp=2))
 
 
+def test_names_that_match_no_rule_are_counted_at_once() -> None:
+    names = [f"decoder.b{i % 1000}.{i}.attention.kernel_weight" for i in range(20_000)]
+    rules, before = Rules.load("llama", kv_heads=2), time.process_time()
+    with pytest.raises(RulesError, match="20000 names match no rule"):
+        rules.layouts(names, "tp=2")
+    assert time.process_time() - before < within(3.0)
+
+
 def test_no_mesh_wrong_numbers_wrong_shape() -> None:
     rules = Rules.load("llama")
     with pytest.raises(RulesError, match="no mesh: pass one"):
