@@ -555,6 +555,8 @@ TENSORS = 'axes = ["tp", "pp"]\n[model]\nn = 4\nm = "?"\n[tensors]\n'
         ("[", "rules: this is not TOML"),
         ("a = 1", 'key "a" is not known: the keys are'),
         ("a = " + "9" * 5000, "not TOML"),
+        ("extends = 0x" + "f" * 5000, 'key "extends" is a number that is too large'),
+        ("[model]\nx = 0x" + "f" * 5000, r'\[model\] "x" is a number that is too large'),
         ("a = " + "[" * 5000, "nested too deep|not TOML"),
         ("#" * (1 << 21), "too many"),
         ('extends = "../x"', 'key "extends" names "../x"'),

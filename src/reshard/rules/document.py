@@ -26,7 +26,7 @@ from reshard.layout.mesh import RESERVED, Mesh
 from reshard.layout.notation import parse
 from reshard.rules.configs import NUMBERS, numbers_of
 from reshard.rules.factors import Factor
-from reshard.rules.language import Pattern, Place, Template, parse_places
+from reshard.rules.language import MAX_VALUE, Pattern, Place, Template, parse_places
 from reshard.text import quoted
 
 MAX_BYTES = 1 << 20
@@ -278,7 +278,7 @@ def _model(table: Mapping[str, Any]) -> tuple[dict[str, int | None], dict[str, s
         match value:
             case str() if len(value.split()) == 2 and value.split()[0] == "count":
                 counts[name] = value.split()[1]
-            case int() if not isinstance(value, bool) and value >= 0:
+            case int() if not isinstance(value, bool) and 0 <= value <= MAX_VALUE:
                 numbers[name] = value
             case _ if value != "?":
                 raise _wrong(f"[model] {quoted(name)}", value, 'a number, "?" or "count i"')
@@ -354,6 +354,10 @@ def _text(value: Any, where: str) -> str:
 
 
 def _wrong(where: str, value: Any, expected: str) -> RulesError:
-    is_plain = isinstance(value, str | int)
-    what = quoted(str(value)) if is_plain else f"a {type(value).__name__}"
+    if isinstance(value, int) and abs(value) > MAX_VALUE:
+        what = "a number that is too large"
+    elif isinstance(value, str | int):
+        what = quoted(value)
+    else:
+        what = f"a {type(value).__name__}"
     return RulesError(f"{where} is {what}, expected {expected}")
