@@ -326,8 +326,10 @@ def test_sixteen_thousand_ranks_answer_at_once() -> None:
      '{"shape": [2], "boxes": {"0": [[0, 1]]}}', '{"shape": [2], "boxes": {"0": [[[0], [9]]]}}',
      '{"shape": [-2], "boxes": {}}', '{"shape": [2], "boxes": [1]}', "[" * 100_000,
      '{"mesh": "tp=2", "layout": "ep"}', '{"shape": [true], "boxes": {}}',
-     f'{{"shape": [2], "boxes": {{"{"9" * 5000}": []}}}}'],
-    ids=range(17),
+     f'{{"shape": [2], "boxes": {{"{"9" * 5000}": []}}}}',
+     f'{{"shape": [2], "boxes": {{"0": ["{"x" * 5000}"]}}}}',
+     f'{{"shape": ["{"x" * 5000}"], "boxes": {{}}}}'],
+    ids=range(19),
 )  # fmt: skip
 def test_json_that_is_no_layout(text: str) -> None:
     with pytest.raises(rs.ReshardError) as caught:

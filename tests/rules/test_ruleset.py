@@ -597,6 +597,20 @@ def test_wrong_files(text: str, message: str) -> None:
     assert len(str(raised.value)) < 600
 
 
+def test_large_files_are_read_quickly() -> None:
+    names = [f"x{number:09}" for number in range(20_000)]
+    axes = f"axes = {names}\n[tensors]\n"
+    many_axes = axes + "\n".join(f'"{name}" = "{name}"' for name in names[:3000])
+    model = "\n".join(f"{name} = 1" for name in names[:1000])
+    rules = "\n".join(f'"{name}" = "tp*{{{name}}}"' for name in names[:1000])
+    began = time.process_time()
+    assert len(Rules.parse(many_axes).document.axes) == 20_000
+    assert len(Rules.parse(f'axes = ["tp"]\n[model]\n{model}\n[tensors]\n{rules}').numbers) == 1000
+    assert time.process_time() - began < within(2.0)
+    with pytest.raises(RulesError, match=r"\[model\] has 1001 entries: at most 1000 work"):
+        Rules.parse(f"[model]\nz = 1\n{model}")
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -398,10 +398,10 @@ def _read_box(data: object) -> Box:
     match data:
         case [list(start), list(stop)]:
             return Box(_ints(start), _ints(stop))
-    raise FormatError(f"a box is [start, stop], and found {data}")
+    raise FormatError(f"a box is [start, stop], and found {data!s:.160}")
 
 
 def _ints(values: list[Any]) -> tuple[int, ...]:
     if not all(type(value) is int for value in values):
-        raise FormatError(f"expected a list of whole numbers and found {values}")
+        raise FormatError(f"expected a list of whole numbers and found {values!s:.160}")
     return tuple(values)

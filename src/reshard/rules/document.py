@@ -31,6 +31,7 @@ from reshard.text import quoted
 
 MAX_BYTES = 1 << 20
 MAX_RULES = 10_000
+MAX_NUMBERS = 1000
 _KEYS = ("extends", "mesh", "axes", "fsdp", "replicate", "model", "factor", "tensors", "names")
 _FOLDER = resources.files("reshard.rules") / "families"
 
@@ -208,7 +209,7 @@ def read(text: str) -> Document:
     with located('key "mesh"'):
         if data.get("mesh") is not None:
             mesh = Mesh.parse(_text(data["mesh"], 'key "mesh"'))
-    model, counts = _model(_table(data, "model"))
+    model, counts = _model(_table(data, "model", MAX_NUMBERS))
     own = Document(
         axes=tuple(dict.fromkeys((*_axes(data.get("axes", [])), *(mesh.axes if mesh else ())))),
         mesh=mesh,
@@ -227,9 +228,9 @@ def read(text: str) -> Document:
         used |= rule.layout.names() if rule.layout else set()
         used |= {name for place in rule.on or () for name in place.names}
     known = {*base.model, *NUMBERS, *(used & document.model.keys())}
-    for name in own.model:
+    for name in (name for name in own.model if name not in known):
         near = difflib.get_close_matches(name, known, n=1)
-        if name not in known and near:
+        if near:
             raise RulesError(f"[model] {quoted(name)} is used by no rule: write {near[0]}")
     return document
 
@@ -249,12 +250,12 @@ def _load(text: str) -> dict[str, Any]:
     return data
 
 
-def _table(data: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _table(data: Mapping[str, Any], key: str, most: int = MAX_RULES) -> dict[str, Any]:
     value = data.get(key, {})
     if not isinstance(value, dict):
         raise _wrong(f"key {quoted(key)}", value, f"a table: write [{key}]")
-    if len(value) > MAX_RULES:
-        raise RulesError(f"[{key}] has {len(value)} entries: at most {MAX_RULES} work")
+    if len(value) > most:
+        raise RulesError(f"[{key}] has {len(value)} entries: at most {most} work")
     return value
 
 
@@ -338,11 +339,11 @@ def _check_numbers(used: set[str], known: set[str]) -> None:
 
 
 def _known(what: str, used: Collection[str], axes: Collection[str]) -> None:
-    names = ", ".join(sorted(axes)) or "(none)"
     for axis in used:
         if axis not in axes:
             raise RulesError(
-                f"{what} {quoted(axis)} is not one of the axes {names}: "
+                f"{what} {quoted(axis)} is not one of the axes "
+                f"{', '.join(sorted(axes)) or '(none)'}: "
                 'correct it, or add it to the list "axes" of the file'
             )
 
