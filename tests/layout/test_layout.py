@@ -6,6 +6,7 @@ import pickle
 import re
 import time
 from math import prod
+from typing import Any
 
 import numpy as np
 import pytest
@@ -324,13 +325,47 @@ def test_sixteen_thousand_ranks_answer_at_once() -> None:
      '{"shape": [2], "boxes": {"x": []}}', '{"shape": [2.5], "boxes": {}}',
      '{"shape": [2], "boxes": {"0": [[0, 1]]}}', '{"shape": [2], "boxes": {"0": [[[0], [9]]]}}',
      '{"shape": [-2], "boxes": {}}', '{"shape": [2], "boxes": [1]}', "[" * 100_000,
-     '{"mesh": "tp=2", "layout": "ep"}', '{"shape": [true], "boxes": {}}'],
-    ids=range(16),
+     '{"mesh": "tp=2", "layout": "ep"}', '{"shape": [true], "boxes": {}}',
+     f'{{"shape": [2], "boxes": {{"{"9" * 5000}": []}}}}',
+     f'{{"shape": [2], "boxes": {{"0": ["{"x" * 5000}"]}}}}',
+     f'{{"shape": ["{"x" * 5000}"], "boxes": {{}}}}'],
+    ids=range(19),
 )  # fmt: skip
 def test_json_that_is_no_layout(text: str) -> None:
     with pytest.raises(rs.ReshardError) as caught:
         rs.Layout.from_json(text)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("shape", [5, None, "ab", (2.0,)])
+def test_what_is_no_shape_is_refused(shape: Any) -> None:
+    empty = rs.Layout.from_boxes((2,), {})
+    for layout in (empty, rs.Layout.parse("tp=2: ...")):
+        with pytest.raises(rs.LayoutError, match="is no shape: give sizes"):
+            layout.pieces(0, shape)
+    with pytest.raises(rs.LayoutError, match="is no shape: give sizes"):
+        rs.Layout.from_boxes(shape, {})
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((1 << 40, 1 << 9), "has 562949953421312 elements: at most 281474976710656 work"),
+        ((0, 1 << 60), "has 0 elements: at most"),
+        ((1,) * 33, "a shape of 33 dims: at most 32 work"),
+        ((4, -1), r"shape \(4, -1\) has size -1 in dim 1: sizes are >= 0"),
+    ],
+)
+def test_shapes_that_cannot_be_counted_are_refused(shape: tuple[int, ...], message: str) -> None:
+    layout = rs.Layout.parse("tp=2: ...")
+    for call in (
+        lambda: layout.pieces(0, shape),
+        lambda: layout.same_as("tp=2: ...", shape),
+        lambda: rs.Layout.from_boxes(shape, {}),
+    ):
+        with pytest.raises(rs.LayoutError, match=message):
+            call()
 
 
 def test_a_bucket_is_padded_to_both_numbers() -> None:

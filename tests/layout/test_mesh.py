@@ -144,6 +144,13 @@ def test_any_text_is_a_mesh_or_one_error(text: str) -> None:
     assert mesh is None or rs.Mesh.parse(str(mesh)) == mesh
 
 
+def test_a_mesh_of_too_many_axes_is_named() -> None:
+    text = " ".join(f"a{number}=1" for number in range(33))
+    message = 'mesh "a0=1 a1=1 .* has 33 axes: at most 32 work; use fewer'
+    with pytest.raises(rs.MeshError, match=message):
+        rs.Mesh.parse(text)
+
+
 def test_places_without_axes() -> None:
     """No axis at all is one place: what a 0-d mesh of one rank would be."""
     mesh = rs.Mesh()

@@ -66,13 +66,19 @@ def test_any_text_is_a_formula_or_one_error(text: str) -> None:
         ("i.real", r'found "\."'),
         ("1" * 20, "beyond"),
         ("(" * 30 + "i" + ")" * 30, "nests more than 16 deep"),
-        ("-" * 30 + "1", "nests more than 16 deep"),
+        ("-" * 17 + "1", "nests more than 16 deep"),
+        ("(" * 10 + "-" * 7 + "i" + ")" * 10, "nests more than 16 deep"),
         ("i+" * 200 + "1", "401 characters: at most 256"),
     ],
 )
 def test_wrong_formulas_are_named(text: str, message: str) -> None:
     with pytest.raises(RulesError, match=message):
         Formula.parse(text)
+
+
+def test_signs_of_different_parentheses_are_not_nested_in_each_other() -> None:
+    assert Formula.parse("-(" * 15 + "i" + ")" * 15).value({"i": 3}) == -3
+    assert Formula.parse("-" * 16 + "i").value({"i": 3}) == 3
 
 
 def test_words_of_python_are_names_like_others() -> None:

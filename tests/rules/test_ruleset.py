@@ -17,6 +17,7 @@ from reshard.errors import ArgumentTypeError, RulesError
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.rules import Rules, models
+from tests.soak import within
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -174,6 +175,16 @@ def test_a_tp_that_may_separate_heads_is_told() -> None:
     (note,) = rules.notes(rules.layouts(shapes, Mesh(tp=3)), shapes, Mesh(tp=3))
     assert "tp=3 does not divide kv_heads=8" in note
     assert not rules.notes(rules.layouts(shapes, Mesh(tp=4)), shapes, Mesh(tp=4))
+
+
+def test_a_huge_number_of_readers_is_refused_at_once() -> None:
+    rules, before = Rules.load("llama", kv_heads=10**15, heads=7), time.process_time()
+    with pytest.raises(RulesError, match=r"of the 7 heads reads; use tp=2 or tp=4\Z"):
+        rules.mesh_for("tp=3")
+    prime = 10**15 + 37
+    with pytest.raises(RulesError, match=r"of the 7 heads reads; use tp=1\Z"):
+        Rules.load("llama", kv_heads=prime, heads=7).mesh_for("tp=3")
+    assert time.process_time() - before < within(2.0)
 
 
 def test_the_numbers_of_a_factor_are_declared() -> None:
@@ -483,7 +494,15 @@ def test_a_name_no_rule_knows(name: str, message: str) -> None:
         Rules.load("llama").layout(name, Mesh(tp=2))
     assert "\n" not in str(raised.value)
     with pytest.raises(RulesError, match="3 names match no rule"):
-        Rules.load("llama", kv_heads=2).layouts([name, "lm_head.weight", "y", "z"], Mesh(tp=2))
+        Rules.load("llama", kv_heads=2).layouts([name, "lm_head.weight", "y", "z", "y"], Mesh(tp=2))
+
+
+def test_names_that_match_no_rule_are_counted_at_once() -> None:
+    names = [f"decoder.b{i % 1000}.{i}.attention.kernel_weight" for i in range(20_000)]
+    rules, before = Rules.load("llama", kv_heads=2), time.process_time()
+    with pytest.raises(RulesError, match="20000 names match no rule"):
+        rules.layouts(names, "tp=2")
+    assert time.process_time() - before < within(3.0)
 
 
 def test_no_mesh_wrong_numbers_wrong_shape() -> None:
@@ -536,6 +555,8 @@ TENSORS = 'axes = ["tp", "pp"]\n[model]\nn = 4\nm = "?"\n[tensors]\n'
         ("[", "rules: this is not TOML"),
         ("a = 1", 'key "a" is not known: the keys are'),
         ("a = " + "9" * 5000, "not TOML"),
+        ("extends = 0x" + "f" * 5000, 'key "extends" is a number that is too large'),
+        ("[model]\nx = 0x" + "f" * 5000, r'\[model\] "x" is a number that is too large'),
         ("a = " + "[" * 5000, "nested too deep|not TOML"),
         ("#" * (1 << 21), "too many"),
         ('extends = "../x"', 'key "extends" names "../x"'),
@@ -574,6 +595,20 @@ def test_wrong_files(text: str, message: str) -> None:
         Rules.parse(text)
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 600
+
+
+def test_large_files_are_read_quickly() -> None:
+    names = [f"x{number:09}" for number in range(20_000)]
+    axes = f"axes = {names}\n[tensors]\n"
+    many_axes = axes + "\n".join(f'"{name}" = "{name}"' for name in names[:3000])
+    model = "\n".join(f"{name} = 1" for name in names[:1000])
+    rules = "\n".join(f'"{name}" = "tp*{{{name}}}"' for name in names[:1000])
+    began = time.process_time()
+    assert len(Rules.parse(many_axes).document.axes) == 20_000
+    assert len(Rules.parse(f'axes = ["tp"]\n[model]\n{model}\n[tensors]\n{rules}').numbers) == 1000
+    assert time.process_time() - began < within(2.0)
+    with pytest.raises(RulesError, match=r"\[model\] has 1001 entries: at most 1000 work"):
+        Rules.parse(f"[model]\nz = 1\n{model}")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from operator import ge, index, le, mul, sub
 
 from reshard.errors import BoxError, LayoutError
 
+MAX_DIMS = 32
+MAX_ELEMENTS = 1 << 48  # more than any tensor has; beyond, bytes could not be counted exactly
 MAX_PIECES = 1 << 22  # pieces of one tensor on one rank; beyond, listing them would not end
 Interval = tuple[int, int]  # start and stop of a half-open range of indices
 
@@ -154,6 +156,16 @@ def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
     for dim, size in enumerate(sizes):
         if size < 0:
             raise LayoutError(f"shape {sizes} has size {size} in dim {dim}: sizes are >= 0")
+    return sizes
+
+
+def countable_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """The sizes of a shape; refuses one too large to count its bytes exactly."""
+    sizes = check_shape(shape)
+    if len(sizes) > MAX_DIMS:
+        raise LayoutError(f"a shape of {len(sizes)} dims: at most {MAX_DIMS} work")
+    if prod(size or 1 for size in sizes) > MAX_ELEMENTS:
+        raise LayoutError(f"shape {sizes} has {prod(sizes)} elements: at most {MAX_ELEMENTS} work")
     return sizes
 
 

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,15 +21,21 @@ from math import prod
 from typing import Any
 
 from reshard.errors import FormatError, LayoutError, NotationError, require_type
-from reshard.layout.box import Box, Interval, Piece, check_shape, length_of, local_pieces, row_major
+from reshard.layout.box import (
+    Box,
+    Interval,
+    Piece,
+    check_shape,
+    countable_shape,
+    length_of,
+    local_pieces,
+    row_major,
+)
 from reshard.layout.coverage import first_overlap
 from reshard.layout.mesh import MAX_RANK, Mesh, format_ranks
 from reshard.layout.notation import from_placements, parse
 from reshard.layout.words import Cuts, Ragged, Words, held_intervals, plain_cuts
-from reshard.text import count
-
-MAX_DIMS = 32
-MAX_ELEMENTS = 1 << 48  # more than any tensor has; beyond, bytes could not be counted exactly
+from reshard.text import count, quoted
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +103,7 @@ class Layout:
         The local tensor of a rank with one box has its shape; of a rank with several it is 1-d,
         the boxes flattened and joined in the given order.
         """
-        return BoxLayout(tuple(shape), {rank: tuple(listed) for rank, listed in boxes.items()})
+        return BoxLayout(shape, {rank: tuple(listed) for rank, listed in boxes.items()})
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -120,13 +127,13 @@ class Layout:
 
     def dims(self, shape: Sequence[int]) -> tuple[Cuts, ...]:
         """The cuts of each dim of a tensor of this shape."""
-        _countable(shape)
-        dims = self.words.expand(len(shape))
+        sizes = countable_shape(shape)
+        dims = self.words.expand(len(sizes))
         if dims is None:
             raise LayoutError(
-                f'layout "{self}" has {count(len(self.words.dims), "word")} and shape '
-                f"{tuple(shape)} has {count(len(shape), 'dim')}: write one word "
-                'per dim, or "..." for dims that are whole'
+                f'layout "{self}" has {count(len(self.words.dims), "word")} and shape {sizes} has '
+                f"{count(len(sizes), 'dim')}: write one word per dim, or "
+                '"..." for dims that are whole'
             )
         return dims
 
@@ -259,8 +266,8 @@ class BoxLayout(Layout):
 
     words = Words((), 0)
 
-    def __init__(self, shape: tuple[int, ...], boxes: dict[int, tuple[Box, ...]]) -> None:
-        self.shape = _countable(shape)
+    def __init__(self, shape: Sequence[int], boxes: dict[int, tuple[Box, ...]]) -> None:
+        self.shape = countable_shape(shape)
         self.boxes = dict(sorted(boxes.items()))
         whole = Box.whole(self.shape)
         for rank, mine in self.boxes.items():
@@ -295,12 +302,13 @@ class BoxLayout(Layout):
 
     def dims(self, shape: Sequence[int]) -> tuple[Cuts, ...]:
         """Raises if the shape is not the one the boxes were given for."""
-        if tuple(shape) != self.shape:
+        sizes = check_shape(shape)
+        if sizes != self.shape:
             raise LayoutError(
                 f"the boxes of this layout are for shape {self.shape} and the tensor has shape "
-                f"{tuple(shape)}: make the boxes from the tensor's shape"
+                f"{sizes}: make the boxes from the tensor's shape"
             )
-        return ((),) * len(shape)
+        return ((),) * len(sizes)
 
     def holds(self, rank: int) -> dict[str, int] | None:
         """An empty dict if the rank has an entry, else None."""
@@ -345,16 +353,6 @@ class BoxLayout(Layout):
         return BoxLayout, (self.shape, self.boxes)
 
 
-def _countable(shape: Sequence[int]) -> tuple[int, ...]:
-    """The sizes of a shape; refuses one too large to count its bytes exactly."""
-    sizes = check_shape(shape)
-    if len(sizes) > MAX_DIMS:
-        raise LayoutError(f"a shape of {len(sizes)} dims: at most {MAX_DIMS} work")
-    if prod(size or 1 for size in sizes) > MAX_ELEMENTS:
-        raise LayoutError(f"shape {sizes} has {prod(sizes)} elements: at most {MAX_ELEMENTS} work")
-    return sizes
-
-
 def _checked_ranks(ranks: Iterable[int]) -> set[int]:
     require_type(ranks, Iterable, "without()", "give the lost ranks, as layout.without([3])")
     return set(ranks)
@@ -391,19 +389,19 @@ def _check_words(layout: Layout) -> None:
 
 def _read_boxes(entry: tuple[object, object]) -> tuple[int, tuple[Box, ...]]:
     match entry:
-        case (str(rank), list(boxes)) if rank.isascii() and rank.isdigit():
+        case (str(rank), list(boxes)) if re.fullmatch("[0-9]{1,18}", rank):
             return int(rank), tuple(map(_read_box, boxes))
-    raise FormatError(f'"{entry[0]}" in "boxes" is not a rank with a list of boxes')
+    raise FormatError(f'{quoted(entry[0])} in "boxes" is not a rank with a list of boxes')
 
 
 def _read_box(data: object) -> Box:
     match data:
         case [list(start), list(stop)]:
             return Box(_ints(start), _ints(stop))
-    raise FormatError(f"a box is [start, stop], and found {data}")
+    raise FormatError(f"a box is [start, stop], and found {data!s:.160}")
 
 
 def _ints(values: list[Any]) -> tuple[int, ...]:
     if not all(type(value) is int for value in values):
-        raise FormatError(f"expected a list of whole numbers and found {values}")
+        raise FormatError(f"expected a list of whole numbers and found {values!s:.160}")
     return tuple(values)

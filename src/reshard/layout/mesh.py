@@ -58,7 +58,10 @@ class Mesh:
         self._sizes = tuple((axis, _checked_size(axis, size)) for axis, size in axes.items())
         self.axes = MappingProxyType(dict(self._sizes))
         if len(axes) > MAX_AXES:
-            raise MeshError(f"a mesh of {len(axes)} axes: at most {MAX_AXES} work")
+            raise MeshError(
+                f"mesh {quoted(self._axes_text())} has {len(axes)} axes: at most {MAX_AXES} work; "
+                "use fewer"
+            )
         count = prod(self.axes.values())
         if count > MAX_RANKS:
             raise MeshError(

@@ -3,6 +3,7 @@
 ruleset   `Rules`: the rules of a model family or a file, with the numbers of a model
 language  patterns of tensor names, integer formulas, and layouts with formulas
 document  rules files: what they say, and which axes of a mesh they use
+factors   an axis that is larger than a number of the model, read as two
 table     the layouts of one document on one mesh
 configs   the numbers of config.json that rules use, and configs of published models
 models    tensor names and shapes of known models

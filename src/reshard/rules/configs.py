@@ -240,8 +240,8 @@ def _number_of(config: Config, name: str) -> int | None:
         case "tied":
             tied = config.get("tie_word_embeddings", kind.tied if kind else None)
             return None if tied is None else int(bool(tied))
-    present = (key for key in _KEYS.get(name, (name,)) if config.get(key) is not None)
-    return _optional(config, next(present, name))
+    stated = _KEYS.get(name, (name,))
+    return next((number(config, key) for key in stated if config.get(key) is not None), None)
 
 
 def complete_numbers(config: Config) -> dict[str, int]:

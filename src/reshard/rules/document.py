@@ -25,11 +25,13 @@ from reshard.errors import ReshardError, RulesError
 from reshard.layout.mesh import RESERVED, Mesh
 from reshard.layout.notation import parse
 from reshard.rules.configs import NUMBERS, numbers_of
-from reshard.rules.language import Pattern, Place, Template, parse_places
+from reshard.rules.factors import Factor
+from reshard.rules.language import MAX_VALUE, Pattern, Place, Template, parse_places
 from reshard.text import quoted
 
 MAX_BYTES = 1 << 20
 MAX_RULES = 10_000
+MAX_NUMBERS = 1000
 _KEYS = ("extends", "mesh", "axes", "fsdp", "replicate", "model", "factor", "tensors", "names")
 _FOLDER = resources.files("reshard.rules") / "families"
 
@@ -39,31 +41,6 @@ class Rule:
     pattern: Pattern
     layout: Template | None  # of matching tensors; None leaves that to other rules
     on: tuple[Place, ...] | None  # where they live; None: by other rules, empty: everywhere
-
-
-@dataclass(frozen=True, slots=True)
-class Factor:
-    """``tp = { into = ["kv", "rep"], at_most = "kv_heads" }``: how a large axis is read."""
-
-    axis: str
-    into: tuple[str, str]
-    at_most: str
-    read_by: str | None = None
-    """The number of what reads these, such as q heads; if it is another one, the axis must divide
-    ``at_most``, or a rank would lack what it reads."""
-
-    def check_readers(self, model: Mapping[str, int | None], size: int) -> None:
-        """Refuse a size of the axis that separates kv heads from the q heads that read them."""
-        at_most, readers = model[self.at_most], model.get(self.read_by or "")
-        if at_most and readers and at_most % size and readers != at_most:
-            divisors = [one for one in range(1, at_most + 1) if at_most % one == 0]
-            raise RulesError(
-                f"{self.axis}={size} does not divide {self.at_most}={at_most}: ranks would lack "
-                f"some of the {self.at_most} that their part of the {readers} {self.read_by} "
-                "reads; use "
-                f"{self.axis}={max(one for one in divisors if one < size)} or "
-                f"{self.axis}={min(one for one in divisors if one > size)}"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,31 +112,10 @@ class Document:
             requested=(*self.requested, *cutting, *copying),
         )
 
-    def sizes(self, mesh: Mesh) -> dict[str, int]:
-        """The sizes of all axes as formulas name them; 1 for axes the mesh lacks."""
-        return {f"{axis}_size": mesh.axes.get(axis, 1) for axis in self.axes}
-
     def factored(self, mesh: Mesh) -> Mesh:
         """The mesh with each axis that is larger than its number in two axes."""
         for factor in self.factors:
-            at_most, size = self.model[factor.at_most], mesh.axes.get(factor.axis, 1)
-            if not at_most or size <= at_most:
-                factor.check_readers(self.model, size)
-                continue
-            if size % at_most:
-                raise RulesError(
-                    f"{factor.axis}={size} is not a multiple of {factor.at_most}={at_most}: "
-                    f"use {factor.axis}={size // at_most * at_most} or a divisor of {at_most}"
-                )
-            two = dict(zip(factor.into, (at_most, size // at_most), strict=True))
-            axes: dict[str, int] = {}
-            for axis, count in mesh.axes.items():
-                axes |= two if axis == factor.axis else {axis: count}
-            if len(axes) != len(mesh.axes) + 1:
-                raise RulesError(
-                    f"mesh {mesh} has {factor.axis} and also one of {' '.join(factor.into)}"
-                )
-            mesh = Mesh(ranks=mesh.ranks, **axes)
+            mesh = factor.split(mesh, self.model)
         return mesh
 
     def rule_axes(self) -> set[str]:
@@ -192,26 +148,6 @@ class Document:
                     f"{size} ranks would hold a copy of everything; the rules know the axes "
                     f"{', '.join(self.axes) or '(none)'}: {advice}, or replicate on purpose "
                     f'(--replicate {axis}, replicate="{axis}")'
-                )
-
-    def factor_notes(self, mesh: Mesh, factored: Mesh) -> Iterator[str]:
-        """What a reader should know of axes that are read as two."""
-        for factor in self.factors:
-            if factor.axis in mesh.axes and factor.axis not in factored.axes:
-                first, second = factor.into
-                groups, copies = factored.axes[first], factored.axes[second]
-                yield (
-                    f"{factor.axis}={mesh.axes[factor.axis]} is read as {first}={groups} "
-                    f"{second}={copies}, because {factor.at_most} is {groups}: {copies} neighbours "
-                    f"hold the same part of what is cut by {first} alone"
-                )
-            at_most, size = self.model[factor.at_most], mesh.axes.get(factor.axis, 1)
-            unknown = factor.read_by is not None and self.model[factor.read_by] is None
-            if unknown and at_most and size < at_most and at_most % size:
-                yield (
-                    f"warning: {factor.axis}={size} does not divide {factor.at_most}={at_most}: "
-                    f"ranks may lack some that they read; give {factor.read_by}= to have this "
-                    "checked"
                 )
 
 
@@ -273,7 +209,7 @@ def read(text: str) -> Document:
     with located('key "mesh"'):
         if data.get("mesh") is not None:
             mesh = Mesh.parse(_text(data["mesh"], 'key "mesh"'))
-    model, counts = _model(_table(data, "model"))
+    model, counts = _model(_table(data, "model", MAX_NUMBERS))
     own = Document(
         axes=tuple(dict.fromkeys((*_axes(data.get("axes", [])), *(mesh.axes if mesh else ())))),
         mesh=mesh,
@@ -292,9 +228,9 @@ def read(text: str) -> Document:
         used |= rule.layout.names() if rule.layout else set()
         used |= {name for place in rule.on or () for name in place.names}
     known = {*base.model, *NUMBERS, *(used & document.model.keys())}
-    for name in own.model:
+    for name in (name for name in own.model if name not in known):
         near = difflib.get_close_matches(name, known, n=1)
-        if name not in known and near:
+        if near:
             raise RulesError(f"[model] {quoted(name)} is used by no rule: write {near[0]}")
     return document
 
@@ -314,12 +250,12 @@ def _load(text: str) -> dict[str, Any]:
     return data
 
 
-def _table(data: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _table(data: Mapping[str, Any], key: str, most: int = MAX_RULES) -> dict[str, Any]:
     value = data.get(key, {})
     if not isinstance(value, dict):
         raise _wrong(f"key {quoted(key)}", value, f"a table: write [{key}]")
-    if len(value) > MAX_RULES:
-        raise RulesError(f"[{key}] has {len(value)} entries: at most {MAX_RULES} work")
+    if len(value) > most:
+        raise RulesError(f"[{key}] has {len(value)} entries: at most {most} work")
     return value
 
 
@@ -343,7 +279,7 @@ def _model(table: Mapping[str, Any]) -> tuple[dict[str, int | None], dict[str, s
         match value:
             case str() if len(value.split()) == 2 and value.split()[0] == "count":
                 counts[name] = value.split()[1]
-            case int() if not isinstance(value, bool) and value >= 0:
+            case int() if not isinstance(value, bool) and 0 <= value <= MAX_VALUE:
                 numbers[name] = value
             case _ if value != "?":
                 raise _wrong(f"[model] {quoted(name)}", value, 'a number, "?" or "count i"')
@@ -403,11 +339,11 @@ def _check_numbers(used: set[str], known: set[str]) -> None:
 
 
 def _known(what: str, used: Collection[str], axes: Collection[str]) -> None:
-    names = ", ".join(sorted(axes)) or "(none)"
     for axis in used:
         if axis not in axes:
             raise RulesError(
-                f"{what} {quoted(axis)} is not one of the axes {names}: "
+                f"{what} {quoted(axis)} is not one of the axes "
+                f"{', '.join(sorted(axes)) or '(none)'}: "
                 'correct it, or add it to the list "axes" of the file'
             )
 
@@ -419,6 +355,10 @@ def _text(value: Any, where: str) -> str:
 
 
 def _wrong(where: str, value: Any, expected: str) -> RulesError:
-    is_plain = isinstance(value, str | int)
-    what = quoted(str(value)) if is_plain else f"a {type(value).__name__}"
+    if isinstance(value, int) and abs(value) > MAX_VALUE:
+        what = "a number that is too large"
+    elif isinstance(value, str | int):
+        what = quoted(value)
+    else:
+        what = f"a {type(value).__name__}"
     return RulesError(f"{where} is {what}, expected {expected}")

@@ -63,7 +63,7 @@ _WILD = re.compile(r"(\*|\{[^{}]*\})")
 _CAPTURE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}\Z", re.ASCII)
 _DIGITS = re.compile(r"(?<![^.*])[0-9]+(?![^.*])", re.ASCII)
 
-_OPERAND = re.compile(r"[A-Za-z_0-9(-]", re.ASCII)
+_OPERAND = re.compile(r"[A-Za-z_0-9(]", re.ASCII)
 _TOKEN = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*|[0-9]+|//|\S)", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_]", re.ASCII)
 _BRACES = re.compile(r"\{([^{}]*)\}")
@@ -76,7 +76,7 @@ _OPERATORS: Mapping[str, Callable[[int, int], int]] = {
     "//": operator.floordiv,
     "%": operator.mod,
 }
-_BINDING = {"+": 1, "-": 1, "*": 2, "//": 2, "%": 2, "minus sign": 3}
+_BINDING = {"+": 1, "-": 1, "*": 2, "//": 2, "%": 2}
 
 Tree: TypeAlias = "int | str | tuple[str, Tree, Tree]"
 """A number, a name, or an operator with two operands."""
@@ -234,21 +234,25 @@ def _tokens(text: str) -> list[str]:
 
 def _parse(text: str, rest: deque[str], depth: int = 0, binding: int = 0) -> Tree:
     """Take a formula from the front of the tokens, up to an operator that binds no tighter."""
-    if depth > MAX_DEPTH:
+    signs = 0
+    while rest and rest[0] == "-":
+        rest.popleft()
+        signs += 1
+    if depth + signs > MAX_DEPTH:
         raise RulesError(f'"{text}" nests more than {MAX_DEPTH} deep: write it simpler')
-    tree: Tree
     if not rest or not _OPERAND.match(rest[0]):
         _fail(text, rest, "a number, a name or (")
+    tree: Tree
     token = rest.popleft()
     if token == "(":
         tree = _parse(text, rest, depth + 1)
         if not rest or rest[0] != ")":
             _fail(text, rest, '")"')
         rest.popleft()
-    elif token == "-":
-        tree = "-", 0, _parse(text, rest, depth + 1, _BINDING["minus sign"])
     else:
         tree = _bounded(int(token)) if token.isdigit() else token
+    if signs % 2:
+        tree = "-", 0, tree
     while rest and _BINDING.get(rest[0], 0) > binding:
         sign = rest.popleft()
         tree = sign, tree, _parse(text, rest, depth, _BINDING[sign])

@@ -43,7 +43,7 @@ __all__ = [
 Shape: TypeAlias = tuple[int, ...]
 Named: TypeAlias = Iterator[tuple[str, Shape]]
 Tensors: TypeAlias = dict[str, tuple[Shape, str]]  # {name: (shape, dtype)}
-MAX_TENSORS = 10_000_000
+MAX_EXPERTS = 200_000  # of all layers: several times as many as the largest models have
 
 
 def tensors(config: Config | str) -> Tensors:
@@ -58,7 +58,7 @@ def tensors(config: Config | str) -> Tensors:
     config = text_config(config)
     model = _Model(config)
     layers, experts = model["num_layers"], model.get("num_experts", 1)
-    if layers * max(experts, 1) > MAX_TENSORS:
+    if layers * max(experts, 1) > MAX_EXPERTS:
         raise RulesError(f"{layers} layers of {experts} experts are too many: check the config")
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     dtype = dtype.removeprefix("torch.")

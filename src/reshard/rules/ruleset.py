@@ -20,7 +20,7 @@ from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.rules.configs import check_config, family_of
 from reshard.rules.document import Document, families, located, read, read_file
-from reshard.rules.table import Table, UnmatchedError, idle_ranks
+from reshard.rules.table import Table, idle_ranks
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,11 @@ class Rules:
     ) -> Layout:
         """The layout of one tensor; with its shape, the number of words is checked."""
         with located(self.source):
-            return self._table(mesh).layout(name, None if shape is None else len(shape))
+            table = self._table(mesh)
+            layout = table.layout(name, None if shape is None else len(shape))
+            if layout is None:
+                raise table.unmatched([name])
+        return layout
 
     def layouts(
         self, names: Iterable[str] | Mapping[str, Sequence[int]], mesh: Mesh | str | None = None
@@ -144,19 +148,20 @@ class Rules:
             table = self._table(mesh)
             shapes = names if isinstance(names, Mapping) else None
             layouts: dict[str, Layout] = {}
-            unmatched: list[UnmatchedError] = []
-            for name in names:
+            unmatched: list[str] = []
+            for name in dict.fromkeys(names):
                 try:
-                    layouts[name] = table.layout(name, len(shapes[name]) if shapes else None)
-                except UnmatchedError as error:
-                    unmatched.append(error)
+                    layout = table.layout(name, len(shapes[name]) if shapes else None)
                 except RulesError:
                     if not unmatched:
                         raise
+                    continue
+                if layout is None:
+                    unmatched.append(name)
+                else:
+                    layouts[name] = layout
             if unmatched:
-                missing = len(unmatched)
-                others = f" ({missing} names match no rule)" if missing > 1 else ""
-                raise RulesError(f"{unmatched[0]}{others}")
+                raise table.unmatched(unmatched)
         self.check_axes(layouts.values(), mesh)
         return layouts
 
@@ -205,7 +210,9 @@ class Rules:
         warning: 8 of 16 ranks along kv, rep hold nothing of "layers.0.s
         """
         mesh = self._mesh_or_own(mesh)
-        notes = self.document.factor_notes(mesh, self.mesh_for(mesh))
+        model, factors = self.document.model, self.document.factors
+        with located(self.source):
+            notes = [note for factor in factors for note in factor.notes(mesh, model)]
         return [*notes, *idle_ranks(layouts, shapes)]
 
     def fit(self, names: Iterable[str]) -> Rules:

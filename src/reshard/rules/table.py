@@ -27,12 +27,8 @@ from reshard.layout.mesh import Mesh
 from reshard.layout.notation import parse
 from reshard.layout.words import Chunk, Cut, Cuts, Packed, Segment, Words, held_intervals
 from reshard.rules.document import Document, Rule, located
-from reshard.rules.language import INDEX, Place
+from reshard.rules.language import INDEX, Place, Template
 from reshard.text import and_more, count, quoted
-
-
-class UnmatchedError(RulesError):
-    """No rule gives a layout to a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +54,16 @@ class Table:
     def __init__(self, document: Document, mesh: Mesh) -> None:
         self._document = document
         self._mesh = mesh
-        self._numbers = {**document.model, **document.sizes(mesh)}
+        sizes = {f"{axis}_size": mesh.axes.get(axis, 1) for axis in document.axes}
+        self._numbers = {**document.model, **sizes}
         self._digits = tuple(set().union(*(rule.pattern.digits() for rule in document.rules)))
-        self._entries: dict[tuple[object, ...], Entry] = {}
+        self._entries: dict[tuple[object, ...], Entry | None] = {}
 
-    def layout(self, name: str, num_dims: int | None) -> Layout:
-        """The layout of one tensor; ``num_dims`` is checked against the words, if given."""
+    def layout(self, name: str, num_dims: int | None) -> Layout | None:
+        """The layout of one tensor, or None if no rule matches its name.
+
+        ``num_dims`` is checked against the words, if given.
+        """
         parts = INDEX.split(f".{name}")
         indices = parts[1::2]
         key: tuple[object, ...] = (num_dims, *parts[::2])
@@ -71,9 +71,11 @@ class Table:
             # A pattern such as ``layers.0.*`` may tell this integer from others.
             spelt_out = (any(digits in index for digits in self._digits) for index in indices)
             key += tuple(i if spelt else "" for i, spelt in zip(indices, spelt_out, strict=True))
-        entry = self._entries.get(key)
+        if key not in self._entries:
+            self._entries[key] = self._entry(name, num_dims)
+        entry = self._entries[key]
         if entry is None:
-            entry = self._entries[key] = self._entry(name, num_dims)
+            return None
         at = tuple([self._coords(one, name, indices) for one in entry.placements])
         if at not in entry.layouts:
             on = tuple((one.place.axis, c) for one, c in zip(entry.placements, at, strict=True))
@@ -95,19 +97,24 @@ class Table:
                 axes -= set(factor.into)
         return axes
 
-    def _entry(self, name: str, num_dims: int | None) -> Entry:
+    def unmatched(self, names: Sequence[str]) -> RulesError:
+        """The error for names that no rule matches."""
+        texts = [rule.pattern.text for rule in self._document.rules if rule.layout]
+        near = difflib.get_close_matches(names[0], texts, n=3, cutoff=0.3)
+        others = f" ({len(names)} names match no rule)" if len(names) > 1 else ""
+        return RulesError(
+            f"no rule matches tensor {quoted(names[0])} (nearest patterns: "
+            f"{', '.join(map(quoted, near)) or 'none'}): "
+            f'add a rule for it, or "*" = "..." to keep all others whole{others}'
+        )
+
+    def _entry(self, name: str, num_dims: int | None) -> Entry | None:
         rule, _ = self._best(name, [rule for rule in self._document.rules if rule.layout])
-        if rule is None:
-            texts = [rule.pattern.text for rule in self._document.rules if rule.layout]
-            near = difflib.get_close_matches(name, texts, n=3, cutoff=0.3)
-            raise UnmatchedError(
-                f"no rule matches tensor {quoted(name)} (nearest patterns: "
-                f"{', '.join(map(quoted, near)) or 'none'}): "
-                'add a rule for it, or "*" = "..." to keep all others whole'
-            )
+        if rule is None or rule.layout is None:
+            return None
         where = f"tensor {quoted(name)}, rule {quoted(rule.pattern.text)}"
         with located(where):
-            words = self._words(rule, num_dims)
+            words = self._words(rule.layout, num_dims)
             placements = [] if words.on else [*self._placements(name)]
             words = keep_axes(words, self._axes)
             placed = {one.place.axis for one in placements}
@@ -139,18 +146,17 @@ class Table:
                 best, best_starts = rule, starts
         return best, best_starts
 
-    def _words(self, rule: Rule, num_dims: int | None) -> Words:
+    def _words(self, layout: Template, num_dims: int | None) -> Words:
         """The words of a rule; a number that is not known may be missing where it cuts nothing.
 
         Without tp, ``tp*{head_dim} -`` is the same for every head_dim: two values tell.
         """
-        assert rule.layout is not None
-        names = rule.layout.names()
+        names = layout.names()
         unknown = [name for name in sorted(names) if self._numbers.get(name) is None]
         known = self._needed(names.difference(unknown))
-        words = parse(rule.layout.fill(known | dict.fromkeys(unknown, 1)))
+        words = parse(layout.fill(known | dict.fromkeys(unknown, 1)))
         if unknown:
-            other = parse(rule.layout.fill(known | dict.fromkeys(unknown, 2)))
+            other = parse(layout.fill(known | dict.fromkeys(unknown, 2)))
             cutting = {axis for axis in self._axes if self._mesh.axes[axis] > 1}
             if keep_axes(words, cutting) != keep_axes(other, cutting):
                 self._needed(unknown)
