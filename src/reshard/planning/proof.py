@@ -154,10 +154,10 @@ def _check_inside(
     if not variants:
         return
     first = offsets(np.bincount([at for at, _ in variants], minlength=len(used)))
-    ranks, starts, stops = zip(*variants.values(), strict=True)
-    number = np.repeat(np.arange(len(ranks)), [len(one) for one in starts])[:, None]
-    starts = np.concatenate([number, np.concatenate(starts)], axis=1)
-    stops = np.concatenate([number + 1, np.concatenate(stops)], axis=1)
+    ranks, *boxes = zip(*variants.values(), strict=True)
+    number = np.repeat(np.arange(len(ranks)), [len(one) for one in boxes[0]])[:, None]
+    starts = np.concatenate([number, np.concatenate(boxes[0])], axis=1)
+    stops = np.concatenate([number + 1, np.concatenate(boxes[1])], axis=1)
     # One more dim keeps variants apart; a cell is looked at once for each variant of its line.
     for some in blocks(np.diff(first)[line], AT_ONCE):
         row, variant = repeated(first, line[some.start : some.stop])
