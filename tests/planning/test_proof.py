@@ -113,3 +113,21 @@ def test_ranks_of_a_line_with_different_pieces_are_proven_in_blocks() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 24 << 20, f"{peak} bytes for {num * num} pairs of a cell and a rank"
+
+
+@pytest.mark.parametrize("column", ["source", "destination", "all"])
+def test_the_proof_notices_rows_of_other_pairs_of_ranks(column: str) -> None:
+    """Rank 0 says that its rows to rank 8 are of rank 1, or go to rank 9, or lists none."""
+    plan = rs.plan(rs.Layout(rs.Mesh(dp=2), "- dp"), SERVERS, shape=(8, 8))
+
+    def other(rows: Rows) -> Rows:
+        transfers = rows.transfers
+        if column == "all":
+            return replace(rows, transfers=transfers.take(np.arange(0)))
+        ends = getattr(transfers, column)
+        wrong = np.where((transfers.source == 0) & (transfers.destination == 8), ends ^ 1, ends)
+        return replace(rows, transfers=replace(transfers, **{column: wrong}))
+
+    tampered(plan, other, "sends")
+    with pytest.raises(rs.ProofError, match="what rank 0 sends to rank 8 is not what rank 8"):
+        plan.check()
