@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import html
 import io
 import json
 import logging
@@ -373,3 +374,13 @@ def test_verbose_shows_the_code_behind_an_error(
     monkeypatch.setenv("RESHARD_TRACEBACK", "")  # so that it is taken back after the test
     assert run(["-v", "show", "tp", "--shape", "4"]) == 2
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_page_names_the_command_as_it_was_typed(tmp_path: Path) -> None:
+    """Spaces at the ends of a word are a part of it, as in the name of a folder."""
+    page, side = tmp_path / "page.html", "tp=2: - tp"
+    words = ["plan", "--from", side, "--to", "tp=2:  tp - ", "--shape", "4,4", "--html", str(page)]
+    assert run([*words, "-q"]) == 0
+    assert f"reshard plan --from '{side}' --to 'tp=2:  tp - ' --shape" in html.unescape(
+        page.read_text()
+    )

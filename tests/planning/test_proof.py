@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -94,4 +95,39 @@ def test_the_proof_notices_a_rank_outside_the_plan() -> None:
 
     tampered(plan, from_another_rank, "receives")
     with pytest.raises(rs.ProofError, match="rank 77"):
+        plan.check()
+
+
+def test_ranks_of_a_line_with_different_pieces_are_proven_in_blocks() -> None:
+    """400 ranks hold the first half, of which each destination wants 4, and 4 elements alone."""
+    num, half = 400, 1600
+    alone = {r: rs.Box((half + 4 * r,), (half + 4 * r + 4,)) for r in range(num)}
+    whole = rs.Box((0,), (half,))
+    have = {rank: [whole, box] for rank, box in alone.items()}
+    want = {num + r: [rs.Box((4 * r,), (4 * r + 4,)), box] for r, box in alone.items()}
+    sides = (rs.Layout.from_boxes((2 * half,), side) for side in (have, want))
+    plan = rs.plan(*sides, shape=(2 * half,))
+    plan.traffic  # noqa: B018 - what the plan keeps is no part of the proof
+    tracemalloc.start()
+    plan.check()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 24 << 20, f"{peak} bytes for {num * num} pairs of a cell and a rank"
+
+
+@pytest.mark.parametrize("column", ["source", "destination", "all"])
+def test_the_proof_notices_rows_of_other_pairs_of_ranks(column: str) -> None:
+    """Rank 0 says that its rows to rank 8 are of rank 1, or go to rank 9, or lists none."""
+    plan = rs.plan(rs.Layout(rs.Mesh(dp=2), "- dp"), SERVERS, shape=(8, 8))
+
+    def other(rows: Rows) -> Rows:
+        transfers = rows.transfers
+        if column == "all":
+            return replace(rows, transfers=transfers.take(np.arange(0)))
+        ends = getattr(transfers, column)
+        wrong = np.where((transfers.source == 0) & (transfers.destination == 8), ends ^ 1, ends)
+        return replace(rows, transfers=replace(transfers, **{column: wrong}))
+
+    tampered(plan, other, "sends")
+    with pytest.raises(rs.ProofError, match="what rank 0 sends to rank 8 is not what rank 8"):
         plan.check()

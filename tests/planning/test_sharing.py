@@ -234,3 +234,14 @@ def test_many_small_tensors_rotate() -> None:
             for name in have}  # fmt: skip
     summary = rs.plan(have, want).summary()
     assert summary.busiest_sender_bytes <= MOST_OVER_MEAN * 160 * 256 / 8
+
+
+def test_ranks_that_send_addends_send_as_much_of_the_rest_as_others() -> None:
+    mesh, servers = rs.Mesh(dp=2, tp=512), rs.Layout(rs.Mesh(tp=4, ranks=range(2000, 2004)), "tp")
+    have = {
+        "sum": rs.TensorSpec((512,), "float32", rs.Layout(mesh, "tp | sum dp")),
+        "whole": rs.TensorSpec((1 << 20,), "float32", rs.Layout(mesh, "-")),
+    }
+    want = {name: rs.TensorSpec(spec.shape, "float32", servers) for name, spec in have.items()}
+    summary = rs.plan(have, want).summary()
+    assert summary.busiest_sender_bytes <= MOST_OVER_MEAN * summary.mean_sender_bytes

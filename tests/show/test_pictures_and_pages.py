@@ -117,6 +117,7 @@ def test_many_ranks_are_merged_into_few_cells() -> None:
         ("tp=4", "tp -", (0, 4), "no rank holds any element"),
         ("tp=4", "...", (), "1 part, on 4 ranks"),
         ("x=4 y=4", "x:1 y:1", (8192, 4096), "[0:1+4:5+...2,048 runs, 0:1+4:5+...1,024 runs]"),
+        ("tp=2", "{8 -, 6 tp, 4 -, 2 tp}", (20,), "0      tp=0  16           [0:8+14:18] [8:11"),
         ("dp=2", "- | sum dp", (8,), "with a pending sum over dp"),
         ("dp=4 tp=2", "tp - | without 3,5,7", (8, 4), "0,2,4,6  tp=0       4x4"),
         ("pp=2 tp=2", "tp | on pp=1", (8,), "2      pp=1 tp=0  4            [0:4]"),

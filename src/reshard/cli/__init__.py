@@ -110,7 +110,7 @@ def run(arguments: Sequence[str]) -> int:
     flags: dict[str, bool] = {}
     try:
         with cli.make_context("reshard", [*words], obj=flags) as context:
-            context.meta[ARGUMENTS] = words
+            context.meta[ARGUMENTS] = arguments
             result = cli.invoke(context)
             sys.stdout.flush()
             return result if isinstance(result, int) else 0

@@ -45,7 +45,7 @@ def code_of(ok: bool, is_unsupported: bool) -> int:
 def this_command(*added: str) -> str:
     """The command that runs, as it can be typed again; with these words at its end."""
     arguments = [one for one in click.get_current_context().meta[ARGUMENTS] if one not in added]
-    return shlex.join(["reshard", *map(str.strip, arguments), *added])
+    return shlex.join(["reshard", *arguments, *added])
 
 
 def is_quiet() -> bool:

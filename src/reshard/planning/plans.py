@@ -306,13 +306,15 @@ class Plan:
                 }
                 for side in ("have", "want")
             )
-            topology = None if data["topology"] is None else Topology.from_dict(data["topology"])
-            names, memory, strict = (
-                names_of(data["names"]),
-                int(data["memory"]),
-                data["strict"] is True,
+            names, topology = names_of(data["names"]), data["topology"]
+            plan = Plan(
+                have,
+                want,
+                names=names,
+                memory=int(data["memory"]),
+                topology=None if topology is None else Topology.from_dict(topology),
+                strict=data["strict"] is True,
             )
-            plan = Plan(have, want, names=names, memory=memory, topology=topology, strict=strict)
         except ReshardError:
             raise
         except (

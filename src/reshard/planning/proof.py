@@ -21,7 +21,7 @@ import numpy as np
 from reshard.errors import MemoryCapError, ProofError
 from reshard.layout.box import Box
 from reshard.layout.boxlist import piece_columns
-from reshard.layout.columns import Ints, SizedCache, offsets
+from reshard.layout.columns import Ints, SizedCache, blocks, offsets
 from reshard.layout.coverage import first_overlapping_rows
 from reshard.layout.spec import TensorSpec
 from reshard.planning.flows import Flow
@@ -41,6 +41,7 @@ from reshard.planning.row_proof import (
 from reshard.planning.sharing import LineSet, repeated
 from reshard.text import format_bytes
 
+AT_ONCE = 1 << 16  # cells of variants that are compared with pieces at once
 PiecesOf = Callable[[TensorSpec, int], tuple[Ints, Ints]]
 
 
@@ -152,22 +153,24 @@ def _check_inside(
             variants.setdefault((at, starts.tobytes() + stops.tobytes()), (rank, starts, stops))
     if not variants:
         return
-    counts = np.bincount([at for at, _ in variants], minlength=len(used))
-    row, variant = repeated(offsets(counts), line)
+    first = offsets(np.bincount([at for at, _ in variants], minlength=len(used)))
     ranks, *boxes = zip(*variants.values(), strict=True)
-    of = np.repeat(np.arange(len(ranks)), [len(one) for one in boxes[0]])[:, None]
-    outside = first_outside(  # one more dim keeps variants apart
-        np.concatenate([variant[:, None], low[row]], axis=1),
-        np.concatenate([np.ones((len(row), 1), np.int64), width[row]], axis=1),
-        np.concatenate([of, np.concatenate(boxes[0])], axis=1),
-        np.concatenate([of + 1, np.concatenate(boxes[1])], axis=1),
-    )
-    if outside is not None:
-        rank, box = ranks[outside.start[0]], Box(outside.start[1:], outside.stop[1:])
-        what = "holds" if spec is flow.stack.have else "wants"
-        raise ProofError(
-            f"no piece that rank {rank} {what} contains box {box} of {flow.stack.label}"
-        )
+    number = np.repeat(np.arange(len(ranks)), [len(one) for one in boxes[0]])[:, None]
+    starts = np.concatenate([number, np.concatenate(boxes[0])], axis=1)
+    stops = np.concatenate([number + 1, np.concatenate(boxes[1])], axis=1)
+    # One more dim keeps variants apart; a cell is looked at once for each variant of its line.
+    for some in blocks(np.diff(first)[line], AT_ONCE):
+        row, variant = repeated(first, line[some.start : some.stop])
+        row += some.start
+        lows = np.concatenate([variant[:, None], low[row]], axis=1)
+        widths = np.concatenate([np.ones_like(variant)[:, None], width[row]], axis=1)
+        outside = first_outside(lows, widths, starts, stops)
+        if outside is not None:
+            rank, box = ranks[outside.start[0]], Box(outside.start[1:], outside.stop[1:])
+            what = "holds" if spec is flow.stack.have else "wants"
+            raise ProofError(
+                f"no piece that rank {rank} {what} contains box {box} of {flow.stack.label}"
+            )
 
 
 def _written(flow: Flow, world: Ints) -> Ints:

@@ -64,7 +64,8 @@ class _Exchanges:
 
     def __init__(self, plan: Plan) -> None:
         self._world, self._ranks = plan.world, set[int]()
-        self._sums: dict[tuple[int, int], int] = {}
+        self._span = int(plan.world.max(initial=0)) + 1
+        self._sums = defaultdict[int, int](int)  # by source * span + destination
 
     def add(self, mine: RankPlan) -> None:
         """Add the rows that a rank sends, and subtract those that it receives."""
@@ -76,20 +77,19 @@ class _Exchanges:
                     outside = ends[~contained(ends, self._world)]
                     if len(outside):
                         raise ProofError(f"rows name rank {outside[0]}, which is not in the plan")
-                peers = transfers.destination if sign > 0 else transfers.source
+                pair = transfers.source * self._span + transfers.destination
+                order = np.argsort(pair, kind="stable")
                 low = transfers.cells.have_low[transfers.runs.cell]
-                order = np.argsort(peers, kind="stable")
                 table = np.column_stack([_table(transfers), low])[order]
-                peers, first = distinct_first(peers[order])
+                pairs, first = distinct_first(pair[order])
                 kind = (transfers.hop, transfers.addend, rows.slot)
-                for peer, part in zip(peers.tolist(), np.split(table, first[1:]), strict=True):
-                    pair = (mine.rank, peer) if sign > 0 else (peer, mine.rank)
-                    value = sign * hash((kind, part.tobytes()))
-                    self._sums[pair] = self._sums.get(pair, 0) + value
+                for number, part in zip(pairs.tolist(), np.split(table, first)[1:], strict=True):
+                    self._sums[number] += sign * hash((kind, part.tobytes()))
 
     def check(self) -> None:
         """Raise if two of the ranks that were added do not list the same."""
-        for source, destination in sorted(pair for pair, total in self._sums.items() if total):
+        for pair in sorted(pair for pair, total in self._sums.items() if total):
+            source, destination = divmod(pair, self._span)
             if {source, destination} <= self._ranks:
                 raise ProofError(
                     f"what rank {source} sends to rank {destination} is not what rank "

@@ -31,7 +31,7 @@ import numpy as np
 
 from reshard.layout.boxlist import Listed, listed_of
 from reshard.layout.columns import Ints
-from reshard.layout.grid import grids_of
+from reshard.layout.grid import Grid, grids_of
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.mesh import format_ranks
 
@@ -229,14 +229,26 @@ def holdings(layout: Layout, shape: Sequence[int], most: int = 16) -> Holdings:
         if grids is None:
             pieces = layout.pieces(ranks[0], shape)
             text = _first_few(pieces, lambda piece: str(piece.box), "boxes", " ")
-        else:  # a product of runs of each dim
-            dims, _ = layout.intervals(ranks[0], shape)
-            runs = [_first_few(dim, lambda run: f"{run[0]}:{run[1]}", "runs", "+") for dim in dims]
-            text = f"[{', '.join(runs)}]"
+        else:
+            boxes = [box for grid in grids if (box := _region_text(grid, ranks[0]))]
+            text = _first_few(boxes, str, "boxes", " ")
         rows.append(Holding(ranks, coords, local[ranks], text))
     holders = {*chain(*groups)}
     idle = tuple(rank for rank in layout.ranks if rank not in holders)
     return Holdings(rows, len(groups), len(holders), idle)
+
+
+def _region_text(grid: Grid, rank: int) -> str:
+    """What a rank holds of a grid as the runs of each dim; empty where that is nothing."""
+    region = grid.region_of(rank)
+    if region is None:
+        return ""
+    texts = []
+    for dim, part in zip(grid.dims, grid.parts_of(np.array(region)), strict=True):
+        mine = np.flatnonzero(dim.parts == part)
+        runs = list(zip(dim.starts[mine].tolist(), dim.stops[mine].tolist(), strict=True))
+        texts.append(_first_few(runs, "{0[0]}:{0[1]}".format, "runs", "+"))
+    return f"[{', '.join(texts)}]" if all(texts) else ""
 
 
 def _first_few(items: Sequence[T], text_of: Callable[[T], str], what: str, between: str) -> str:

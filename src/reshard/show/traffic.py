@@ -184,8 +184,7 @@ def _messages(plan: Plan, groups: Groups) -> dict[int, list[tuple[int, int, int,
     rounds = defaultdict[int, list[tuple[Ints, Ints, Ints]]](list)
     for flow, slot in zip(plan.flows, plan.schedule.slots, strict=True):
         for transfers in flow.everything():
-            away = np.flatnonzero(transfers.source != transfers.destination)
-            rows = Rows(flow, slot, transfers.take(away))
+            rows = Rows(flow, slot, transfers.moved())
             for number in rows.rounds():
                 some, low, high = rows.of_round(number)
                 if len(some):

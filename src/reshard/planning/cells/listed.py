@@ -131,12 +131,13 @@ def _geometry(
     holders = LineSet(np.searchsorted(row, np.arange(len(keys) + 1)), rank)
     if len(addends) > 1:
         receivers, wanting, line = _reducing(holders, wanting, receive)
+        sent, _ = holding.lay_out(cells.send_line, cells.size)
         amounts, at = receivers.lay_out(line[kind], cells.size)
         cells = replace(cells, receive_line=line[kind], receive_at=at)
         return ListedGeometry(
             cells,
             holding,
-            holding.first[:-1],  # nothing is shared: every holder sends its addend
+            sent * len(addends),
             receivers,
             amounts,
             wanting,

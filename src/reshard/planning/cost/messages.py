@@ -257,9 +257,7 @@ class Sends:
     of: Ints  # the class of each sender
     members: Mask  # the ranks of sets of lines, one row each
     which: Ints  # the set of each class
-    holders: (
-        Ints  # ranks of the set of a class that it does not send to; one number for both, rising
-    )
+    holders: Ints  # ranks of its set that a class does not send to: a number for both, rising
     host: Ints  # the host of each rank
     own: tuple[Ints, Ints]  # ranks of the host of each sender: number of the sender, and rank
 

@@ -299,17 +299,14 @@ def links_of(plan: Plan, stack: Stack, source: Drawing, to: Drawing, matrix: Mat
     pairs = np.argwhere(_shared(stack.feed, have, want)).tolist()
     entries: dict[tuple[int, int], set[int]] = {(h, w): set() for h, w in pairs}
     flows = [flow for flow in plan.flows if flow.stack is stack]
-    num_cells = sum(flow.geometry.num_cells() for flow in flows)
-    if not matrix.num_bytes.size:
-        pass
-    elif (  # cells are counted before they are listed
-        num_cells * (len(source.rects) + len(to.rects)) <= MAX_COMPARED
-        and sum(map(_num_rows, flows)) <= MAX_ROWS
-    ):
+    num_compared = sum(flow.geometry.num_cells() for flow in flows) * (len(have[0]) + len(want[0]))
+    # Cells are counted before they are listed.
+    if num_compared <= MAX_COMPARED and sum(map(_num_rows, flows)) <= MAX_ROWS:
         for entry, here, there in _carriers(plan, flows, have, want, matrix):
             for (h, w), some in entries.items():
                 some.update(entry[here[:, h] & there[:, w]].tolist())
-    else:  # every entry with traffic from a group that holds a piece to one that wants it
+    elif matrix.num_bytes.size:
+        # Every entry with traffic from a group that holds a piece to one that wants it.
         for (h, w), some in entries.items():
             holders, takers = (np.array(r.ranks, int) for r in (source.rects[h], to.rects[w]))
             rows = matrix.row_of[np.searchsorted(plan.world, holders)]
@@ -370,7 +367,7 @@ def _carriers(
     for flow in flows:
         feed = flow.stack.feed
         for rows in flow.everything():
-            moved = rows.take(np.flatnonzero(rows.source != rows.destination))
+            moved = rows.moved()
             row = matrix.row_of[np.searchsorted(plan.world, moved.source)]
             column = matrix.column_of[np.searchsorted(plan.world, moved.destination)]
             entry = row * matrix.num_bytes.shape[1] + column
