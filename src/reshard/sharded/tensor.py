@@ -231,6 +231,12 @@ class ShardedTensor(CheckpointTensor):
         parts = self._content.parts
         return bool(parts) and all(part.is_pinned() for part in parts)
 
+    def share_memory_(self) -> Self:
+        """Move this rank's parts to memory that processes share; torch would crash."""
+        for part in self._content.parts:
+            part.share_memory_()
+        return self
+
     @property
     def requires_grad(self) -> bool:
         """Whether gradients are collected; assigning it is ``requires_grad_``."""

@@ -315,6 +315,21 @@ def test_B72_clone_detach_deepcopy_copy_(pool: Pool) -> None:
     pool.run(copies, ranks=FOUR)
 
 
+def copied_views(rank: int) -> None:
+    full = values(8, 6)
+    for copied in (torch.alias_copy, torch.detach_copy):
+        check_close(copied(sharded(full, boxes(8, 6))), full)
+    x = sharded(full, chunk(1))
+    for found, row in zip(torch.unbind_copy(x), full, strict=True):
+        check_close(found, row)
+    flat = torch.view_copy(sharded(full, chunk(0)), (-1,))
+    check_close(flat.add_(1), full.view(-1) + 1)
+
+
+def test_copies_of_views(pool: Pool) -> None:
+    pool.run(copied_views, ranks=FOUR)
+
+
 def comparisons(rank: int) -> None:
     full = values(7, 9)
     x = sharded(full, chunk(0))

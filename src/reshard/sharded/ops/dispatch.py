@@ -193,6 +193,10 @@ def run(func: Op, args: Args, kwargs: Kwargs) -> Value:
     special = SPECIAL.get(func.overloadpacket)
     if special is not None:
         return special(func, args, kwargs)
+    view = _copied_view(func)
+    if view is not None:
+        viewed = run(view, args, kwargs)
+        return map_nested(lambda one: run(aten.clone.default, (one,), {}), viewed, Content)
     if func.overloadpacket in LOSSES:
         return run_loss(func, args, kwargs)
     targets = written(func, args, kwargs)
@@ -203,6 +207,15 @@ def run(func: Op, args: Args, kwargs: Kwargs) -> Value:
     if targets or _needs_whole(func, args):
         return _run_whole(func, args, kwargs, targets)
     return run_in_dtensor(func, args, kwargs)
+
+
+@cache
+def _copied_view(func: Op) -> Op | None:
+    """The view that an operation such as ``view_copy`` copies, which has a rule in DTensor."""
+    name = func.overloadpacket.__name__
+    view = getattr(aten, name.removesuffix("_copy"), None) if name.endswith("_copy") else None
+    overload: Op | None = getattr(view, func._overloadname, None)
+    return overload if overload is not None and overload.is_view else None
 
 
 def _check_written(func: Op, targets: list[Value]) -> None:

@@ -202,7 +202,7 @@ def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         SET_DATA(tensor, data)
     tensor._content = replace(data._content)
-    if tensor._hook is not None:
+    if tensor._hook is not None and tensor.requires_grad:
         lay_out_gradients(tensor)
 
 
