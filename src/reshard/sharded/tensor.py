@@ -162,7 +162,11 @@ class ShardedTensor(CheckpointTensor):
         process_group: Group = None,
         init_rrefs: bool = False,
     ) -> ShardedTensor:
-        """A tensor from the shards of each rank; ranks exchange their metadata."""
+        """A tensor from the shards of each rank; ranks exchange their metadata.
+
+        With ``None`` as the size, or as its first number, shards follow each other along dim 0 in
+        the order of ranks.
+        """
         created = create.from_local_shards(local_shards, global_size, process_group, init_rrefs)
         return tensor_of(*created, init_rrefs)
 
@@ -234,7 +238,7 @@ class ShardedTensor(CheckpointTensor):
     def share_memory_(self) -> Self:
         """Move this rank's parts to memory that processes share; torch would crash."""
         for part in self._content.parts:
-            part.share_memory_()
+            part.share_memory_()  # type: ignore[no-untyped-call]
         return self
 
     @property

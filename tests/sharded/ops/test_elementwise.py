@@ -19,6 +19,7 @@ from reshard.sharded import (
     custom_sharded_op_impl,
     custom_sharding_spec_op,
     equal,
+    shard_tensor,
 )
 from reshard.sharded.ops import functions
 from tests.ranks.pool import Pool
@@ -409,6 +410,14 @@ def custom(rank: int) -> None:
 
 def test_B69_B70_B71_custom_operations(pool: Pool) -> None:
     pool.run(custom, ranks=FOUR)
+
+
+def test_a_function_that_gets_a_sharded_tensor_inside_an_object() -> None:
+    one = shard_tensor(values(6, 2), chunk(0, [0]))
+
+    bias = torch.ones(2, requires_grad=True)
+    handle = torch.overrides.handle_torch_function
+    assert handle(lambda inputs, bias: inputs["x"], (one,), {"x": one}, bias) is one
 
 
 def channels_last(rank: int) -> int:

@@ -228,7 +228,10 @@ def _with_replicas(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     if not kwargs and all(isinstance(arg, simple) for arg in args):
         return args, kwargs
     values = each_value((*args, *kwargs.values()))
-    group = next(one._content.group for one in values if isinstance(one, ContentTensor))
+    sharded = next((one for one in values if isinstance(one, ContentTensor)), None)
+    if sharded is None:  # it is inside an object, of a function that torch does not have
+        return args, kwargs
+    group = sharded._content.group
 
     def replicate(one: torch.Tensor) -> torch.Tensor:
         is_plain = type(one) in (torch.Tensor, torch.nn.Parameter)
