@@ -245,8 +245,15 @@ def reshard_local_shard(
     return moved.local_shards(), list(moved._content.shards_metadata)
 
 
-reshuffle_local_shard = reshard_local_shard
-"""The same: specs that split the same dim need no planner of their own."""
+def reshuffle_local_shard(
+    local_shard: torch.Tensor,
+    st_size: Sequence[int],
+    sharding_spec: ShardingSpec,
+    resharding_spec: ShardingSpec,
+    pg: dist.ProcessGroup | None = None,
+) -> tuple[list[Shard], list[ShardMetadata]]:
+    """The same for specs that split the same dim, which torch treats separately."""
+    return reshard_local_shard(local_shard, st_size, sharding_spec, resharding_spec, pg)
 
 
 def build_reshard_metadata(

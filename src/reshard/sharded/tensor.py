@@ -116,6 +116,9 @@ class ShardedTensor(CheckpointTensor):
         object.__setattr__(metadata, "shards_metadata", list(metadata.shards_metadata))
         return metadata
 
+    def _set_spec(self, spec: ShardingSpec) -> None:
+        self._content = replace(self._content, spec=spec)
+
     @property
     def process_group(self) -> Group:
         """The group of the ranks that hold shards; None is the default one."""
@@ -123,7 +126,7 @@ class ShardedTensor(CheckpointTensor):
 
     _process_group = process_group
     _local_shards = property(local_shards)
-    _sharding_spec = property(sharding_spec)
+    _sharding_spec = property(sharding_spec, _set_spec)  # code written for torch assigns it
 
     def resharded(self, resharding_spec: ShardingSpec) -> ShardedTensor:
         """The same values in the layout of another spec; the tensor itself if nothing changes."""

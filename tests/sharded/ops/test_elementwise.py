@@ -316,6 +316,18 @@ def test_B72_clone_detach_deepcopy_copy_(pool: Pool) -> None:
     pool.run(copies, ranks=FOUR)
 
 
+def losses_into_a_tensor(rank: int) -> None:
+    x, y = values(7, 9), values(7, 9, seed=1)
+    one, other = (sharded(full, boxes(7, 9)) for full in (x, y))
+    out = torch.zeros_like(one)
+    torch._C._nn.mse_loss(one, other, 0, out=out)
+    check_close(out, F.mse_loss(x, y, reduction="none"))
+
+
+def test_a_loss_into_a_tensor(pool: Pool) -> None:
+    pool.run(losses_into_a_tensor, ranks=FOUR)
+
+
 def copied_views(rank: int) -> None:
     full = values(8, 6)
     for copied in (torch.alias_copy, torch.detach_copy):

@@ -388,7 +388,9 @@ def run_loss(func: Op, args: Args, kwargs: Kwargs) -> Value:
     if func.overloadpacket in LOSS_GRADIENTS and reduction == MEAN:
         divided = named["grad_output"], max(prod(named["self"].shape), 1)
         named["grad_output"] = _run_any(aten.div.Scalar, divided, {})
-    each = run_elementwise(func, [named[one.name] for one in schema], {})
+    by_place = [named[one.name] for one in schema if not one.kwarg_only]
+    by_name = {one.name: named[one.name] for one in schema if one.kwarg_only}
+    each = run_elementwise(func, by_place, by_name)
     if func.overloadpacket in LOSS_GRADIENTS or reduction == NONE:
         return each
     return run(aten.mean.default if reduction == MEAN else aten.sum.default, (each,), {})
