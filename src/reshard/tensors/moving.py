@@ -391,18 +391,3 @@ def _show(value: object) -> str:
     if isinstance(value, str):
         return f'"{value}"'
     return str(value) if isinstance(value, int | float) else f"a {type(value).__name__}"
-
-
-@not_compiled
-def backward(moved: torch.Tensor | None) -> None:
-    """Take part in the backward of a move whose result this rank does not use.
-
-    A rank that has a part of the source and none of the result, or the other way round, has no loss
-    of its own, but others wait for its part of the gradients. A rank that had no part in the move
-    got None, and does nothing here either.
-    """
-    if moved is None:
-        return
-    if not moved.requires_grad:
-        raise TensorError("this result carries no gradients: nothing that was moved requires them")
-    torch.autograd.backward(moved, torch.zeros_like(moved))
