@@ -28,7 +28,6 @@ from reshard.sharded.content import (
     wrap,
 )
 from reshard.sharded.move import (
-    all_agree,
     copy_into,
     local_part,
     move_to,
@@ -48,6 +47,7 @@ from reshard.sharded.ops.dtensor import (
     unsupported,
     written,
 )
+from reshard.sharded.ops.functions import all_agree
 from reshard.sharded.ops.whole import needs_whole, run_whole
 from reshard.tensors.kinds import this_rank
 from reshard.tensors.local import box_view
