@@ -59,7 +59,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T", bound=torch.Tensor)
-DESTINATION_TYPES = (Layout, tuple, list)
 DESTINATIONS = "give want=rs.Layout(mesh, words), or to=(device_mesh, [Shard(0), ...])"
 
 
@@ -230,7 +229,7 @@ class Request(NamedTuple):
             raise TensorError("a move needs one destination: give want=layout, or to=")
         if isinstance(target, str):
             target = Layout.parse(target)
-        if not isinstance(target, DESTINATION_TYPES):
+        if not isinstance(target, Layout | tuple | list):
             raise TensorError(f"{_show(target)} is no destination: {DESTINATIONS}")
         if self.grad not in ("sum", "replicated"):
             raise TensorError(f'grad="{self.grad}": it is "sum" or "replicated"')
