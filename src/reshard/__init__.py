@@ -40,9 +40,9 @@ if TYPE_CHECKING:  # type checkers and editors see here what `__getattr__` loads
     from reshard.show.run_report import RunReport as RunReport
     from reshard.simulation import SimulationReport as SimulationReport
     from reshard.simulation import simulate as simulate
+    from reshard.tensors.autograd import backward as backward
     from reshard.tensors.exchanging import exchange as exchange
     from reshard.tensors.local import layout_of as layout_of
-    from reshard.tensors.moving import backward as backward
     from reshard.tensors.moving import move as move
     from reshard.tensors.state_dicts import describe as describe
 
@@ -61,9 +61,10 @@ _NAMES = {
     "rules": "Rules",
     "show.run_report": "RunReport",
     "simulation": "SimulationReport simulate",
+    "tensors.autograd": "backward",
     "tensors.exchanging": "exchange",
     "tensors.local": "layout_of",
-    "tensors.moving": "backward move",
+    "tensors.moving": "move",
     "tensors.state_dicts": "describe",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

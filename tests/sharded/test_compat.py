@@ -75,6 +75,8 @@ def specs_that_change(rank: int) -> None:
     check_shards(made, full)
     assert made.sharding_spec() == chunk(1, [3, 2, 1, 0])
     assert [shard.rank for shard in made._metadata.shards_metadata] == [3, 2, 1, 0]
+    made._sharding_spec = copy.deepcopy(spec)  # as torch's own tests do
+    assert made.sharding_spec() == spec
 
 
 def test_fields_of_specs_may_be_assigned(pool: Pool) -> None:

@@ -295,9 +295,13 @@ def on_ranks_2_and_3(rank: int) -> None:
     check_shards(st, full)
     for want in (chunk(1, [2, 3]), chunk(0, [2, 3])):
         check_shards(st.resharded(want), full)
-        for function in (reshard_local_shard, reshuffle_local_shard):
-            local = st.local_tensor()
-            (shard,), _ = function(local, [5, 6], chunk(0, [3, 2]), want, group)
+        for function, name in (
+            (reshard_local_shard, "local_tensor"),
+            (reshuffle_local_shard, "local_shard"),
+        ):
+            options = {name: st.local_tensor(), "st_size": [5, 6], "pg": group}
+            have = chunk(0, [3, 2])
+            (shard,), _ = function(**options, sharding_spec=have, resharding_spec=want)
             assert torch.equal(shard.tensor, st.resharded(want).local_tensor())
     found = st.gather(dst=1)
     assert (found is None) == (rank == 2)

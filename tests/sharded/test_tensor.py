@@ -306,10 +306,32 @@ def replicas_and_copies(rank: int) -> None:
     moved.data = sharded(numbered(4, 6), chunk(1))
     (moved * 2).sum().backward()
     assert moved.grad.sharding_spec() == chunk(1)
+    moved.grad = None
+    moved.requires_grad_(False).data = sharded(numbered(8, 2), chunk(0))
+    (moved.requires_grad_() * 2).sum().backward()
+    assert moved.grad.sharding_spec() == chunk(0)
 
 
 def test_replicas_copies_and_data_that_is_set(pool: Pool) -> None:
     pool.run(replicas_and_copies, ranks=FOUR)
+
+
+def converted_modules(rank: int) -> None:
+    module = nn.Linear(4, 8)
+    weight = module.weight = nn.Parameter(sharded(numbered(8, 4, dtype=torch.float32), chunk(0)))
+    module(torch.ones(2, 4)).sum().backward()
+    for requires_grad in (True, False):
+        module.weight.requires_grad_(requires_grad)
+        for dtype in (torch.float64, torch.bfloat16, torch.float32):
+            assert module.to(dtype).weight is weight
+            assert weight.dtype is weight.grad.dtype is weight.local_tensor().dtype is dtype
+    module.share_memory()
+    assert all(part.is_shared() for part in weight._content.parts)
+    assert torch.equal(weight.full_tensor(), numbered(8, 4, dtype=torch.float32))
+
+
+def test_modules_are_converted_in_place_also_frozen_ones(pool: Pool) -> None:
+    pool.run(converted_modules, ranks=FOUR)
 
 
 def test_an_array_of_a_part_is_refused() -> None:

@@ -112,11 +112,14 @@ def test_a_step_that_fails_somewhere_raises_everywhere(pool: Pool) -> None:
 
 
 def check_values(rank: int) -> list[str]:
-    four().check_equal({"path": "a", "shape": (2, 3)})
-    equal = four("saving")
+    def check_equal(what: str, values: dict[str, Any]) -> None:
+        four(what).check_gathered(four(what).gather(values))
+
+    check_equal("saving", {"path": "a", "shape": (2, 3)})
+    one, other = {"a": 1, "path": rank // 3}, {"a": 1} if rank else {}
     return [
-        message_of(lambda: equal.check_equal({"a": 1, "path": rank // 3}), rs.DisagreementError),
-        message_of(lambda: equal.check_equal({"a": 1} if rank else {}), rs.DisagreementError),
+        message_of(lambda: check_equal("saving", one), rs.DisagreementError),
+        message_of(lambda: check_equal("saving", other), rs.DisagreementError),
         message_of(lambda: four(f"call {rank % 2}").gather(0), rs.DisagreementError),
     ]
 
@@ -205,7 +208,7 @@ def gather_without_a_backend_for_cpus(rank: int) -> int:
         for value in ([rank], "long " * 5000 * rank):
             assert ranks.gather(value)[rank] == value
         with pytest.raises(rs.DisagreementError, match="has different number"):
-            ranks.check_equal({"number": rank})
+            ranks.check_gathered(ranks.gather({"number": rank}))
         return len(ranks.gather(rank))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, Unpack, cast, get_args
+from typing import Literal, Unpack, cast, get_args, overload
 
 import torch
 import torch.distributed as dist
@@ -245,8 +245,15 @@ def reshard_local_shard(
     return moved.local_shards(), list(moved._content.shards_metadata)
 
 
-reshuffle_local_shard = reshard_local_shard
-"""The same: specs that split the same dim need no planner of their own."""
+def reshuffle_local_shard(
+    local_shard: torch.Tensor,
+    st_size: Sequence[int],
+    sharding_spec: ShardingSpec,
+    resharding_spec: ShardingSpec,
+    pg: dist.ProcessGroup | None = None,
+) -> tuple[list[Shard], list[ShardMetadata]]:
+    """The same for specs that split the same dim, which torch treats separately."""
+    return reshard_local_shard(local_shard, st_size, sharding_spec, resharding_spec, pg)
 
 
 def build_reshard_metadata(
@@ -275,9 +282,21 @@ def build_reshard_metadata(
     return ordered, ranks
 
 
+@overload
+def get_idx_from_placements(
+    placements: Sequence[Placement | str], current_rank: int, *, all: Literal[False] = False
+) -> int: ...
+
+
+@overload
+def get_idx_from_placements(
+    placements: Sequence[Placement | str], current_rank: int, *, all: bool
+) -> tuple[int, ...] | int: ...
+
+
 def get_idx_from_placements(
     placements: Sequence[Placement | str], current_rank: int, *, all: bool = False
-) -> Any:
+) -> tuple[int, ...] | int:
     """The index of a rank among placements: the first one, or with ``all`` a tuple of all.
 
     >>> get_idx_from_placements(["rank:3/cpu", "rank:1/cpu"], 1)

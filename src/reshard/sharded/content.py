@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property, lru_cache, partial, wraps
 from operator import setitem
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from typing import Any, ClassVar, TypeVar, TypeVarTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,20 +24,18 @@ from reshard.tensors.kinds import joined, this_rank
 from reshard.tensors.local import piece_view
 
 T = TypeVar("T")
-P = ParamSpec("P")
+Args = TypeVarTuple("Args")
 
 
-def per_layout(
-    function: Callable[Concatenate[Layout, P], T],
-) -> Callable[Concatenate[Layout, P], T]:
+def per_layout(function: Callable[[Layout, *Args], T]) -> Callable[[Layout, *Args], T]:
     """Cache the results of a function of a layout for as long as that layout lives."""
     caches: WeakKeyDictionary[Layout, dict[object, T]] = WeakKeyDictionary()
 
     @wraps(function)
-    def cached(layout: Layout, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def cached(layout: Layout, *args: *Args) -> T:
         results = caches.setdefault(layout, {})
         if args not in results:
-            results[args] = function(layout, *args, **kwargs)
+            results[args] = function(layout, *args)
         return results[args]
 
     return cached

@@ -102,11 +102,7 @@ def from_local_shards(
     group: Group,
     init_rrefs: bool,
 ) -> tuple[Content, bool]:
-    """The content with the shards of each rank, and whether it requires gradients.
-
-    With ``None`` as the size, or as its first number, shards follow each other along dim 0 in the
-    order of ranks.
-    """
+    """The content with the shards of each rank, and whether it requires gradients."""
     agreement = Agreement(group, "init_from_local_shards", error=ArgumentError)
     described = agreement.run(lambda: _describe(local_shards, global_size, init_rrefs))
     common = _common_kind(described)

@@ -28,9 +28,8 @@ from reshard.live.session.session import Ticket
 from reshard.planning.adjoint import unreduced
 from reshard.sharded.content import Content, ContentTensor, part_shapes, strides_like, wrap
 from reshard.sharded.create import content_for
-from reshard.sharded.groups import Group, is_outside, members
+from reshard.sharded.groups import Group, members
 from reshard.sharded.specs import Shard, ShardingSpec, TensorProperties
-from reshard.tensors.agreement import Agreement
 from reshard.tensors.autograd import Linear, linear
 from reshard.tensors.kinds import joined, this_rank
 from reshard.tensors.local import box_view, piece_view, whole_on
@@ -184,31 +183,6 @@ def gather_on(content: Content, ranks: Sequence[int]) -> torch.Tensor | None:
         memory = full.untyped_storage().data_ptr()
         shared = any(part.untyped_storage().data_ptr() == memory for part in content.parts)
         return full.clone() if shared else full
-
-
-class MixedOperandError(OperationError, TypeError):
-    """A sharded tensor is compared with a tensor that is not sharded."""
-
-
-def all_agree(
-    one: object, other: object, same: Callable[[torch.Tensor, torch.Tensor], bool]
-) -> bool:
-    """Whether two tensors have equal layouts and ``same`` holds for their parts on all ranks."""
-    one, other = getattr(one, "_content", one), getattr(other, "_content", other)
-    if not isinstance(one, Content) or not isinstance(other, Content):
-        plain = other if isinstance(one, Content) else one
-        raise MixedOperandError(
-            f"a ShardedTensor is compared with a {type(plain).__name__}: both must be "
-            "ShardedTensors; compare full_tensor() with a plain one"
-        )
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if is_outside(one.group) or is_outside(other.group):
-        return one.group is other.group and one.layout == other.layout  # this rank has no parts
-    if not one.is_like(other):
-        return False
-    comparing = Agreement(one.group, "comparing ShardedTensors", error=OperationError)
-    return all(comparing.run(lambda: all(map(same, one.parts, other.parts))).values())
 
 
 MAX_TARGET_BYTES, SHARD_BYTES = 16 << 20, 512

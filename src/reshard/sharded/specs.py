@@ -11,7 +11,6 @@ from math import prod
 from operator import add
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.remote_device import _remote_device
 
@@ -264,10 +263,6 @@ class PlacementError(ArgumentError, RuntimeError):
     """A placement names no rank, or a rank is not among placements."""
 
 
-class NamedDimError(ArgumentError, NotImplementedError):
-    """A sharding dim is given by name."""
-
-
 class PlacementSpec(ABC):  # noqa: B024 - a name to derive from, as in torch
     """Says where something is placed; open to classes of your own."""
 
@@ -390,25 +385,3 @@ def check_placements(placements: Iterable[AnyPlacement]) -> tuple[Placement, ...
     if not listed:
         raise ArgumentError("placements is empty: give at least 1, one for each shard")
     return tuple(one if isinstance(one, Placement) else Placement(one) for one in listed)
-
-
-def check_dim(dim: object) -> int:
-    """The dim of a spec: any whole number, since the tensor is not known yet."""
-    if isinstance(dim, str):
-        raise NamedDimError(
-            f'a ShardingSpec does not support named dimension "{dim}": give the number of the dim'
-        )
-    if not isinstance(dim, int | np.integer) or isinstance(dim, bool):
-        raise ArgumentError(
-            f"sharding dim needs to be an integer, found {dim!r} of type {type(dim).__name__}: "
-            "give the number of a dim, such as 0 or -1"
-        )
-    return int(dim)
-
-
-def dim_of(dim: int, ndim: int) -> int:
-    """The dim of a tensor with ``ndim`` dims, counted from the front."""
-    if not -ndim <= dim < ndim:
-        advice = f"give one from {-ndim} to {ndim - 1}" if ndim else "a scalar cannot be cut"
-        raise ArgumentError(f"Invalid sharding dim {dim} for a tensor of {ndim} dims: {advice}")
-    return dim % ndim

@@ -30,11 +30,9 @@ from reshard.sharded.specs import (
     ShardingSpec,
     ShardMetadata,
     TensorProperties,
-    check_dim,
     check_disjoint,
     check_placements,
     check_tensor,
-    dim_of,
     layout_of_shards,
     rank_of,
 )
@@ -67,6 +65,10 @@ def _ends(split: Split, length: int) -> list[int]:
         step = get_split_size(length, split)
         return [min(step * index, length) for index in range(split + 1)]
     return list(accumulate(split, initial=0))
+
+
+class NamedDimError(ArgumentError, NotImplementedError):
+    """A sharding dim is given by name."""
 
 
 class SplitSpec(ShardingSpec):
@@ -132,13 +134,13 @@ class DimSplitSpec(SplitSpec):
         >>> ChunkShardingSpec(-1, ["rank:0/cpu"]).normalized(3)
         ChunkShardingSpec(2, ['rank:0/cpu'])
         """
-        dim = dim_of(self.dim, ndim)
+        dim = _dim_of(self.dim, ndim)
         spec = self if dim == self.dim else copy(self)
         object.__setattr__(spec, "dim", dim)
         return spec
 
     def _split_dim(self, split: Split, shape: Sequence[int]) -> tuple[Split, ...]:
-        at = dim_of(self.dim, len(shape))
+        at = _dim_of(self.dim, len(shape))
         return tuple(split if dim == at else 1 for dim in range(len(shape)))
 
 
@@ -167,7 +169,7 @@ class ChunkShardingSpec(DimSplitSpec):
 
     def __setattr__(self, name: str, value: object) -> None:
         if name == "dim":
-            value = check_dim(value)
+            value = _check_dim(value)
         elif name == "placements":
             value = check_placements(value)  # type: ignore[arg-type]
         object.__setattr__(self, name, value)
@@ -190,7 +192,7 @@ class RaggedShardingSpec(DimSplitSpec):
 
     def __init__(self, dim: int, sizes: Iterable[int], placements: Iterable[AnyPlacement]) -> None:
         lengths, where = _check_split(tuple(sizes), dim), check_placements(placements)
-        vars(self).update(dim=check_dim(dim), sizes=lengths, placements=where)
+        vars(self).update(dim=_check_dim(dim), sizes=lengths, placements=where)
         if len(self.sizes) != len(where):
             raise ArgumentError(
                 f"there are {len(self.sizes)} sizes of parts and {len(where)} placements: "
@@ -249,6 +251,28 @@ def _check_split(split: int | Sequence[int], dim: int) -> Split:
             f"the sizes of the parts of dim {dim} are {quoted(sizes)}: give whole numbers >= 0"
         )
     return tuple(map(int, sizes))
+
+
+def _check_dim(dim: object) -> int:
+    """The dim of a spec: any whole number, since the tensor is not known yet."""
+    if isinstance(dim, str):
+        raise NamedDimError(
+            f'a ShardingSpec does not support named dimension "{dim}": give the number of the dim'
+        )
+    if not isinstance(dim, int | np.integer) or isinstance(dim, bool):
+        raise ArgumentError(
+            f"sharding dim needs to be an integer, found {dim!r} of type {type(dim).__name__}: "
+            "give the number of a dim, such as 0 or -1"
+        )
+    return int(dim)
+
+
+def _dim_of(dim: int, ndim: int) -> int:
+    """The dim of a tensor with ``ndim`` dims, counted from the front."""
+    if not -ndim <= dim < ndim:
+        advice = f"give one from {-ndim} to {ndim - 1}" if ndim else "a scalar cannot be cut"
+        raise ArgumentError(f"Invalid sharding dim {dim} for a tensor of {ndim} dims: {advice}")
+    return dim % ndim
 
 
 def get_split_size(dim_size: int, chunks: int) -> int:

@@ -116,6 +116,9 @@ class ShardedTensor(CheckpointTensor):
         object.__setattr__(metadata, "shards_metadata", list(metadata.shards_metadata))
         return metadata
 
+    def _set_spec(self, spec: ShardingSpec) -> None:
+        self._content = replace(self._content, spec=spec)
+
     @property
     def process_group(self) -> Group:
         """The group of the ranks that hold shards; None is the default one."""
@@ -123,7 +126,7 @@ class ShardedTensor(CheckpointTensor):
 
     _process_group = process_group
     _local_shards = property(local_shards)
-    _sharding_spec = property(sharding_spec)
+    _sharding_spec = property(sharding_spec, _set_spec)  # code written for torch assigns it
 
     def resharded(self, resharding_spec: ShardingSpec) -> ShardedTensor:
         """The same values in the layout of another spec; the tensor itself if nothing changes."""
@@ -162,7 +165,11 @@ class ShardedTensor(CheckpointTensor):
         process_group: Group = None,
         init_rrefs: bool = False,
     ) -> ShardedTensor:
-        """A tensor from the shards of each rank; ranks exchange their metadata."""
+        """A tensor from the shards of each rank; ranks exchange their metadata.
+
+        With ``None`` as the size, or as its first number, shards follow each other along dim 0 in
+        the order of ranks.
+        """
         created = create.from_local_shards(local_shards, global_size, process_group, init_rrefs)
         return tensor_of(*created, init_rrefs)
 
@@ -230,6 +237,12 @@ class ShardedTensor(CheckpointTensor):
         """Whether all of this rank's parts are in pinned memory."""
         parts = self._content.parts
         return bool(parts) and all(part.is_pinned() for part in parts)
+
+    def share_memory_(self) -> Self:
+        """Move this rank's parts to memory that processes share; torch would crash."""
+        for part in self._content.parts:
+            part.share_memory_()  # type: ignore[no-untyped-call]
+        return self
 
     @property
     def requires_grad(self) -> bool:

@@ -7,8 +7,8 @@ goes through an `Agreement`:
     saving = Agreement(group, "saving a checkpoint", timeout, error=CheckpointError)
     sizes = saving.run(lambda: measure(state_dict))     # {rank: result}, or one error on all ranks
     folder = saving.run_on_first(prepare_folder)        # the first rank runs it, all get the result
-    saving.check_equal({"path": path, "format": name})  # or a DisagreementError on all ranks
     names = saving.gather(list(state_dict))             # {rank: value}
+    saving.check_gathered(saving.gather({"path": path}))  # or a DisagreementError on all ranks
 
 Each method is collective: all ranks of the group call the same methods in the same order. Without a
 process group, or in one of a single rank, nothing is sent.
@@ -148,12 +148,8 @@ class Agreement:
         """Run a step on the first rank of the group; gives its result, or raises, on all ranks."""
         return self.run(lambda: step() if self.is_first else None)[self.ranks[0]]
 
-    def check_equal(self, values: Mapping[str, Any]) -> None:
-        """Raise a DisagreementError on all ranks unless each has the same value under each name."""
-        self.check_gathered(self.gather(dict(values)))
-
     def check_gathered(self, gathered: Mapping[int, Mapping[str, Any]]) -> None:
-        """The same for values that were gathered before, by rank."""
+        """Raise a DisagreementError unless all ranks gave the same value under each name."""
         for name in dict.fromkeys(name for one in gathered.values() for name in one):
             values = {rank: one.get(name) for rank, one in gathered.items()}
             if any(value != values[self.ranks[0]] for value in values.values()):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from reshard.dtypes import accumulator
+from reshard.errors import TensorError
 from reshard.layout.box import Box
 from reshard.layout.boxlist import LocalPieces
 from reshard.layout.layout import BoxLayout
@@ -23,7 +24,7 @@ from reshard.live import api
 from reshard.live.inputs.bound import materialize
 from reshard.planning.adjoint import SumMove
 from reshard.planning.plans import ONE, Plan
-from reshard.tensors.kinds import joined
+from reshard.tensors.kinds import joined, not_compiled
 
 T = TypeVar("T")
 
@@ -127,6 +128,21 @@ def _view(tensor: Tensor, pieces: LocalPieces, box: Box) -> Tensor:
 def _by_box(flat: Tensor, boxes: Sequence[Box]) -> Iterator[tuple[Box, Tensor]]:
     """The part of each box in a tensor of joined boxes."""
     return zip(boxes, flat.split_with_sizes([box.size for box in boxes]), strict=True)
+
+
+@not_compiled
+def backward(moved: Tensor | None) -> None:
+    """Take part in the backward of a move whose result this rank does not use.
+
+    A rank that has a part of the source and none of the result, or the other way round, has no loss
+    of its own, but others wait for its part of the gradients. A rank that had no part in the move
+    got None, and does nothing here either.
+    """
+    if moved is None:
+        return
+    if not moved.requires_grad:
+        raise TensorError("this result carries no gradients: nothing that was moved requires them")
+    torch.autograd.backward(moved, torch.zeros_like(moved))
 
 
 def attach(source: Tensor | None, moved: Tensor, backward: Backward) -> Tensor:

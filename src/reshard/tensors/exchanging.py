@@ -106,7 +106,7 @@ def specs_from_texts(texts: Mapping[int, str]) -> dict[int, dict[str, TensorSpec
     """Read what ranks wrote with `specs_to_text`; any other text raises a FormatError. Equal specs
     become one object, so that merging is quick."""
     layout_from, spec_from = cache(Layout.from_json), cache(_checked_spec)
-    read = {text: _read(text, layout_from, spec_from) for text in set(texts.values())}
+    read = {text: _read(text, layout_from, spec_from) for text in dict.fromkeys(texts.values())}
     return {rank: read[text] for rank, text in texts.items()}
 
 

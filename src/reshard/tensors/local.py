@@ -20,10 +20,10 @@ from reshard.tensors.kinds import (
     is_dtensor,
     is_own_sharded_tensor,
     is_sharded_tensor,
+    joined,
     this_rank,
     wait_ready,
 )
-from reshard.tensors.kinds import joined as joined
 
 if TYPE_CHECKING:
     from torch.distributed._shard.metadata import ShardMetadata

@@ -59,7 +59,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T", bound=torch.Tensor)
-DESTINATION_TYPES = (Layout, tuple, list)
 DESTINATIONS = "give want=rs.Layout(mesh, words), or to=(device_mesh, [Shard(0), ...])"
 
 
@@ -230,7 +229,7 @@ class Request(NamedTuple):
             raise TensorError("a move needs one destination: give want=layout, or to=")
         if isinstance(target, str):
             target = Layout.parse(target)
-        if not isinstance(target, DESTINATION_TYPES):
+        if not isinstance(target, Layout | tuple | list):
             raise TensorError(f"{_show(target)} is no destination: {DESTINATIONS}")
         if self.grad not in ("sum", "replicated"):
             raise TensorError(f'grad="{self.grad}": it is "sum" or "replicated"')
@@ -391,18 +390,3 @@ def _show(value: object) -> str:
     if isinstance(value, str):
         return f'"{value}"'
     return str(value) if isinstance(value, int | float) else f"a {type(value).__name__}"
-
-
-@not_compiled
-def backward(moved: torch.Tensor | None) -> None:
-    """Take part in the backward of a move whose result this rank does not use.
-
-    A rank that has a part of the source and none of the result, or the other way round, has no loss
-    of its own, but others wait for its part of the gradients. A rank that had no part in the move
-    got None, and does nothing here either.
-    """
-    if moved is None:
-        return
-    if not moved.requires_grad:
-        raise TensorError("this result carries no gradients: nothing that was moved requires them")
-    torch.autograd.backward(moved, torch.zeros_like(moved))

@@ -327,6 +327,9 @@ def hooked(rank: int) -> None:
         assert inside.own is state[f"{prefix}own"]
         assert inside.inner.own is state[f"{prefix}inner.own"]
         assert torch.equal(inside.inner.own.full_tensor(), values(8, 3) + 1)
+    prefixed = Attributes(0).state_dict(prefix="model_")  # as torch, which adds no dot
+    names = {name for name, value in prefixed.items() if isinstance(value, ShardedTensor)}
+    assert names == {"model_own", "model_inner.own"}
 
 
 def test_hooks_for_sharded_attributes(pool: Pool) -> None:

@@ -19,6 +19,7 @@ from reshard.sharded import (
     custom_sharded_op_impl,
     custom_sharding_spec_op,
     equal,
+    shard_tensor,
 )
 from reshard.sharded.ops import functions
 from tests.ranks.pool import Pool
@@ -315,6 +316,33 @@ def test_B72_clone_detach_deepcopy_copy_(pool: Pool) -> None:
     pool.run(copies, ranks=FOUR)
 
 
+def losses_into_a_tensor(rank: int) -> None:
+    x, y = values(7, 9), values(7, 9, seed=1)
+    one, other = (sharded(full, boxes(7, 9)) for full in (x, y))
+    out = torch.zeros_like(one)
+    torch._C._nn.mse_loss(one, other, 0, out=out)
+    check_close(out, F.mse_loss(x, y, reduction="none"))
+
+
+def test_a_loss_into_a_tensor(pool: Pool) -> None:
+    pool.run(losses_into_a_tensor, ranks=FOUR)
+
+
+def copied_views(rank: int) -> None:
+    full = values(8, 6)
+    for copied in (torch.alias_copy, torch.detach_copy):
+        check_close(copied(sharded(full, boxes(8, 6))), full)
+    x = sharded(full, chunk(1))
+    for found, row in zip(torch.unbind_copy(x), full, strict=True):
+        check_close(found, row)
+    flat = torch.view_copy(sharded(full, chunk(0)), (-1,))
+    check_close(flat.add_(1), full.view(-1) + 1)
+
+
+def test_copies_of_views(pool: Pool) -> None:
+    pool.run(copied_views, ranks=FOUR)
+
+
 def comparisons(rank: int) -> None:
     full = values(7, 9)
     x = sharded(full, chunk(0))
@@ -394,6 +422,14 @@ def custom(rank: int) -> None:
 
 def test_B69_B70_B71_custom_operations(pool: Pool) -> None:
     pool.run(custom, ranks=FOUR)
+
+
+def test_a_function_that_gets_a_sharded_tensor_inside_an_object() -> None:
+    one = shard_tensor(values(6, 2), chunk(0, [0]))
+
+    bias = torch.ones(2, requires_grad=True)
+    handle = torch.overrides.handle_torch_function
+    assert handle(lambda inputs, bias: inputs["x"], (one,), {"x": one}, bias) is one
 
 
 def channels_last(rank: int) -> int:

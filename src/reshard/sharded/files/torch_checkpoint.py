@@ -315,10 +315,10 @@ def state_dict_hook(
 
     For ``module._register_state_dict_hook``; parameters do not need it.
     """
-    for path, one in module.named_modules(prefix=prefix.removesuffix(".")):
+    for path, one in module.named_modules():
         for name, value in vars(one).items():
             if isinstance(value, ContentTensor):
-                destination[f"{path}.{name}".removeprefix(".")] = value
+                destination[prefix + f"{path}.{name}".removeprefix(".")] = value
 
 
 def pre_load_state_dict_hook(
@@ -335,8 +335,8 @@ def pre_load_state_dict_hook(
 
     For ``module._register_load_state_dict_pre_hook`` with ``with_module=True``.
     """
-    for path, one in module.named_modules(prefix=prefix.removesuffix(".")):
+    for path, one in module.named_modules():
         for name in vars(one):
-            value = state_dict.get(f"{path}.{name}".removeprefix("."))
+            value = state_dict.get(prefix + f"{path}.{name}".removeprefix("."))
             if isinstance(value, ContentTensor):
                 setattr(one, name, value)

@@ -3,10 +3,7 @@
 An operation on single elements runs shard by shard if all operands have the same layout; other
 operands are moved to the layout of the operand with the shape of the result, or of the tensor that
 is written. An operation on lists, as optimizers have them, gets the parts of all tensors at once.
-Everything else goes through DTensor, except operations that need whole tensors on every rank: run
-shard by shard, writes by index would change other elements, and results whose size depends on
-values would have other sizes. For some operations DTensor's rule is wrong for some tensors, or
-fails on one rank.
+Everything else goes through DTensor, except operations that need whole tensors on every rank.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from reshard.errors import OperationError
 from reshard.layout.box import Box
 from reshard.layout.layout import Layout
 from reshard.sharded.content import (
@@ -32,7 +28,6 @@ from reshard.sharded.content import (
     wrap,
 )
 from reshard.sharded.move import (
-    all_agree,
     copy_into,
     local_part,
     move_to,
@@ -52,24 +47,13 @@ from reshard.sharded.ops.dtensor import (
     unsupported,
     written,
 )
+from reshard.sharded.ops.functions import all_agree
+from reshard.sharded.ops.whole import needs_whole, run_whole
 from reshard.tensors.kinds import this_rank
 from reshard.tensors.local import box_view
 
 aten = torch.ops.aten
 
-TRUTH = {aten.any, aten.all}
-"""Reductions that give uint8 for uint8, which DTensor would sum over ranks."""
-NEVER = {aten.linalg_ldl_solve}
-"""Operations that DTensor shards along dims that must be whole."""
-BY_INDEX = {aten.gather, aten.scatter, aten.scatter_add, aten.scatter_reduce}
-"""Operations with an index for every element: (tensor, dim, index, ...)."""
-CONVOLUTIONS = {aten.convolution: 1, aten.convolution_backward: 2}
-"""Convolutions, and how many of their first arguments have a batch dim; the weights follow."""
-KEEPS_CONJUGATES = {
-    aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._unsafe_view, aten.cat, aten.stack,
-    aten.index_select, aten.index,
-}  # fmt: skip
-"""Operations during which DTensor conjugates nothing."""
 ELEMENTWISE = {
     aten.detach, aten.alias, aten.clone, aten._to_copy, aten.copy_, aten.fill_, aten.zero_,
     aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like, aten.rand_like,
@@ -103,70 +87,6 @@ LAZY = [getattr(torch._C.DispatchKey, name) for name in ("Conjugate", "Negative"
 """The keys that resolve lazy tensors; torch excludes them while it runs our operations."""
 
 
-def _run_whole(func: Op, args: Args, kwargs: Kwargs, targets: list[Value]) -> Value:
-    """Run an operation with whole tensors on every rank; what it writes goes into the shards."""
-    group = first_content(args, kwargs).group
-    copies = {one: whole(one).clone() for one in targets if isinstance(one, Content)}
-
-    def lend(content: Content) -> torch.Tensor:
-        return copies[content] if content in copies else whole(content)
-
-    positional, named = map_nested(lend, (args, kwargs), Content)
-    results = func(*positional, **named)
-    for content, result in copies.items():
-        if tuple(result.shape) != content.shape:
-            raise OperationError(
-                f"the operation {func} is not supported for ShardedTensor: it would change the "
-                f"shape {list(content.shape)} to {list(result.shape)}; use the one that makes a "
-                "new tensor"
-            )
-        copy_into(content, replicated_content(result, content.group))
-
-    def result_of(tensor: torch.Tensor) -> torch.Tensor | Content:
-        owner = next((one for one, copy in copies.items() if copy is tensor), None)
-        return owner or replicated_content(tensor, group)
-
-    return map_nested(result_of, results, torch.Tensor)
-
-
-def _needs_whole(func: Op, args: Args) -> bool:
-    """Whether the result size depends on values, or DTensor's rule is wrong for the operation."""
-    packet, masks = func.overloadpacket, (torch.bool, torch.uint8)
-    if packet is aten.index:
-        if any(one is not None and one.dtype in masks for one in args[1]):
-            return True
-    elif torch.Tag.dynamic_output_shape in func.tags or packet in NEVER:
-        return True
-    if packet in TRUTH and args[0].dtype is torch.uint8:
-        return True
-    if packet in BY_INDEX:
-        # Whether the index is smaller than the tensor in a dim that DTensor shards like the tensor.
-        tensor, dim, index = args[:3]
-        kept = [at for at in range(tensor.ndim) if at != dim % max(tensor.ndim, 1)]
-        sources = [one for one in args[3:4] if isinstance(one, torch.Tensor | Content)]
-        shapes = [one.shape for one in (index, *sources)]
-        return any(shape[at] != tensor.shape[at] for shape in shapes for at in kept if shape)
-    if packet in CONVOLUTIONS:
-        count = CONVOLUTIONS[packet]
-        batches, weights = args[:count], args[count : count + 2]
-        return not all(
-            isinstance(one, Content) and _split_dims(one.layout, one.shape) <= {0}
-            for one in batches
-        ) or any(isinstance(one, Content) and _split_dims(one.layout, one.shape) for one in weights)
-    if func.is_view or packet in KEEPS_CONJUGATES or torch.Tag.reduction in func.tags:
-        return False
-    # DTensor may decompose an operation, and lose the conjugate flag of a tensor.
-    tensors = (one for one in each_value(args) if isinstance(one, torch.Tensor | Content))
-    return any(one.dtype.is_complex for one in tensors)
-
-
-@per_layout
-def _split_dims(layout: Layout, shape: tuple[int, ...]) -> set[int]:
-    """The dims of which some rank does not have all."""
-    pieces = [piece for rank in layout.ranks for piece in layout.pieces(rank, shape)]
-    return {dim for dim, size in enumerate(shape) if any(p.box.shape[dim] != size for p in pieces)}
-
-
 def dispatch(func: Op, args: Args, kwargs: Kwargs) -> Value:
     """Run an operation of which some argument is a ShardedTensor."""
     targets = written(func, args, kwargs)
@@ -193,6 +113,10 @@ def run(func: Op, args: Args, kwargs: Kwargs) -> Value:
     special = SPECIAL.get(func.overloadpacket)
     if special is not None:
         return special(func, args, kwargs)
+    view = _copied_view(func)
+    if view is not None:
+        viewed = run(view, args, kwargs)
+        return map_nested(lambda one: run(aten.clone.default, (one,), {}), viewed, Content)
     if func.overloadpacket in LOSSES:
         return run_loss(func, args, kwargs)
     targets = written(func, args, kwargs)
@@ -200,9 +124,18 @@ def run(func: Op, args: Args, kwargs: Kwargs) -> Value:
         return run_elementwise(func, args, kwargs)
     if func.overloadpacket.__name__.startswith(PREFIXES):
         return run_on_lists(func, args, kwargs)
-    if targets or _needs_whole(func, args):
-        return _run_whole(func, args, kwargs, targets)
+    if targets or needs_whole(func, args):
+        return run_whole(func, args, kwargs, targets)
     return run_in_dtensor(func, args, kwargs)
+
+
+@cache
+def _copied_view(func: Op) -> Op | None:
+    """The view that an operation such as ``view_copy`` copies, which has a rule in DTensor."""
+    name = func.overloadpacket.__name__
+    view = getattr(aten, name.removesuffix("_copy"), None) if name.endswith("_copy") else None
+    overload: Op | None = getattr(view, func._overloadname, None)
+    return overload if overload is not None and overload.is_view else None
 
 
 def _check_written(func: Op, targets: list[Value]) -> None:
@@ -375,7 +308,9 @@ def run_loss(func: Op, args: Args, kwargs: Kwargs) -> Value:
     if func.overloadpacket in LOSS_GRADIENTS and reduction == MEAN:
         divided = named["grad_output"], max(prod(named["self"].shape), 1)
         named["grad_output"] = _run_any(aten.div.Scalar, divided, {})
-    each = run_elementwise(func, [named[one.name] for one in schema], {})
+    by_place = [named[one.name] for one in schema if not one.kwarg_only]
+    by_name = {one.name: named[one.name] for one in schema if one.kwarg_only}
+    each = run_elementwise(func, by_place, by_name)
     if func.overloadpacket in LOSS_GRADIENTS or reduction == NONE:
         return each
     return run(aten.mean.default if reduction == MEAN else aten.sum.default, (each,), {})

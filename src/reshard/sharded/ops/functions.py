@@ -1,4 +1,4 @@
-"""torch's functions on sharded tensors, above autograd, and functions that users register.
+"""torch's functions on sharded tensors, above autograd; comparison; functions that users register.
 
 Ranks that hold whole heads compute attention without communication.
 """
@@ -20,9 +20,8 @@ from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.mesh import Mesh
 from reshard.layout.words import Chunk
 from reshard.sharded.content import Content, ContentTensor, map_nested
-from reshard.sharded.groups import members
+from reshard.sharded.groups import is_outside, members
 from reshard.sharded.move import (
-    all_agree,
     from_parts,
     lay_out_gradients,
     replicated,
@@ -32,6 +31,7 @@ from reshard.sharded.move import (
 )
 from reshard.sharded.ops.dtensor import Args, Kwargs, each_value
 from reshard.sharded.ops.lookup import call_on_inputs
+from reshard.tensors.agreement import Agreement
 
 HEADS = 1
 """The dim of heads; tensors are (batch, heads, sequence, head dim)."""
@@ -182,6 +182,31 @@ def _call(func: Function, args: Args, kwargs: Kwargs) -> Any:
     return result.requires_grad_() if collects else result
 
 
+class MixedOperandError(OperationError, TypeError):
+    """A sharded tensor is compared with a tensor that is not sharded."""
+
+
+def all_agree(
+    one: object, other: object, same: Callable[[torch.Tensor, torch.Tensor], bool]
+) -> bool:
+    """Whether two tensors have equal layouts and ``same`` holds for their parts on all ranks."""
+    one, other = getattr(one, "_content", one), getattr(other, "_content", other)
+    if not isinstance(one, Content) or not isinstance(other, Content):
+        plain = other if isinstance(one, Content) else one
+        raise MixedOperandError(
+            f"a ShardedTensor is compared with a {type(plain).__name__}: both must be "
+            "ShardedTensors; compare full_tensor() with a plain one"
+        )
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if is_outside(one.group) or is_outside(other.group):
+        return one.group is other.group and one.layout == other.layout  # this rank has no parts
+    if not one.is_like(other):
+        return False
+    comparing = Agreement(one.group, "comparing ShardedTensors", error=OperationError)
+    return all(comparing.run(lambda: all(map(same, one.parts, other.parts))).values())
+
+
 def equal(one: object, other: object) -> bool:
     """Whether two sharded tensors have equal elements and equal layouts, on all ranks."""
     return all_agree(one, other, torch.equal)
@@ -202,7 +227,7 @@ def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         SET_DATA(tensor, data)
     tensor._content = replace(data._content)
-    if tensor._hook is not None:
+    if tensor._hook is not None and tensor.requires_grad:
         lay_out_gradients(tensor)
 
 
@@ -228,7 +253,10 @@ def _with_replicas(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     if not kwargs and all(isinstance(arg, simple) for arg in args):
         return args, kwargs
     values = each_value((*args, *kwargs.values()))
-    group = next(one._content.group for one in values if isinstance(one, ContentTensor))
+    sharded = next((one for one in values if isinstance(one, ContentTensor)), None)
+    if sharded is None:  # it is inside an object, of a function that torch does not have
+        return args, kwargs
+    group = sharded._content.group
 
     def replicate(one: torch.Tensor) -> torch.Tensor:
         is_plain = type(one) in (torch.Tensor, torch.nn.Parameter)
