@@ -35,13 +35,15 @@ from reshard.tensors.dtensor.placements import Placed, mesh_of
 from reshard.tensors.dtensor.placements import placed_on as placed_on
 from reshard.tensors.dtensor.reductions import LocalWork, work_for
 from reshard.tensors.dtensor.wrapping import (
+    SpecFields,
     check_shape_of,
     dtensor_of,
     dtensor_with,
     expected_of,
     gradient_placements,
     placed_of,
-    spec_on,
+    spec_fields,
+    spec_from,
 )
 from reshard.tensors.dtensor.wrapping import dtensor_local as dtensor_local
 from reshard.tensors.kinds import this_rank, wait_ready
@@ -235,8 +237,8 @@ class _Repeated(NamedTuple):
     local_shape: torch.Size
     is_unmoved: bool
     options: Options
-    placements: tuple[Placement, ...]
-    """Those of the result, their dims counted from the front."""
+    fields: SpecFields
+    """Those of the result's spec."""
 
 
 _repeated: dict[tuple[int, tuple[Placement, ...]], _Repeated] = {}
@@ -253,7 +255,7 @@ def repeat(ticket: Ticket, tensor: DTensor, target: OnMesh) -> DTensor | None:
         kept = None
     if kept is None:
         return None
-    source, find_mesh, find_move, local_shape, is_unmoved, options, placed = kept
+    source, find_mesh, find_move, local_shape, is_unmoved, options, fields = kept
     move = find_move()
     if (
         # An equal mesh may have process groups that were destroyed, so it must be the same one.
@@ -274,10 +276,8 @@ def repeat(ticket: Ticket, tensor: DTensor, target: OnMesh) -> DTensor | None:
             ticket, move.plan, sources, None, options, grad=False, ask_grad=True, resolves=True
         )
         moved = call.run()[ONE]
-    assert spec.tensor_meta is not None
-    result = spec_on(mesh, placed, spec.tensor_meta)
     # The same as the constructor of DTensor, without its checks.
-    return DTensor.__new__(DTensor, moved, result, requires_grad=False)
+    return DTensor.__new__(DTensor, moved, spec_from(mesh, fields), requires_grad=False)
 
 
 def remember(
@@ -287,7 +287,10 @@ def remember(
     spec, move, settings, local = tensor._spec, how.move, how.settings, tensor._local_tensor
     is_default = how.is_plain and moved.dtype == tensor.dtype and move.memory == USUAL_MEMORY
     is_default = is_default and settings.group is None and not settings.options
-    if not is_default or how.mesh is not spec.mesh:
+    placed, meta = how.want.placements, spec.tensor_meta
+    if not is_default or how.mesh is not spec.mesh or meta is None:
+        return
+    if any(one.is_partial() for one in placed):  # it may have a mask, of one tensor
         return
     # Strided shards are read in several ways, and empty local tensors may have several shapes.
     if how.want.is_strided or placed_of(tensor).is_strided or not local.numel():
@@ -301,5 +304,5 @@ def remember(
     source = (spec.placements, spec.tensor_meta, spec.shard_order)
     _repeated[hash(spec), tuple(placements)] = _Repeated(
         source, weakref.ref(how.mesh), weakref.ref(move), local.shape, is_unmoved, options,
-        how.want.placements,
+        spec_fields(how.mesh, placed, meta),
     )  # fmt: skip

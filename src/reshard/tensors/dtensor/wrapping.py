@@ -138,24 +138,37 @@ def dtensor_with(local: torch.Tensor, mesh: DeviceMesh, placed: Placed, like: DT
     return DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-_fields: dict[tuple[tuple[Placement, ...], TensorMeta], dict[str, Any]] = {}
-"""The fields of specs, without their meshes: those would keep process groups alive."""
+SpecFields = dict[str, Any]
+"""The fields of a spec without its mesh, which would keep process groups alive."""
+
+_fields: dict[tuple[tuple[Placement, ...], TensorMeta], SpecFields] = {}
+
+
+def spec_fields(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], meta: TensorMeta
+) -> SpecFields:
+    fields = {**vars(DTensorSpec(mesh, placements, tensor_meta=meta))}
+    del fields["mesh"]
+    return fields
+
+
+def spec_from(mesh: DeviceMesh, fields: SpecFields) -> DTensorSpec:
+    """A new spec, because torch may modify it; its constructor takes six times as long."""
+    spec = DTensorSpec.__new__(DTensorSpec)
+    spec.__dict__.update(fields, mesh=mesh)
+    return spec
 
 
 def spec_on(mesh: DeviceMesh, placements: tuple[Placement, ...], meta: TensorMeta) -> DTensorSpec:
-    """A new spec, because torch may modify it; its constructor takes six times as long."""
+    """A new spec, of fields that are kept for the next one."""
     if any(one.is_partial() for one in placements):  # it may have a mask, of one tensor
         return DTensorSpec(mesh, placements, tensor_meta=meta)
     fields = _fields.get((placements, meta))
     if fields is None:
         if len(_fields) >= MAX_SPECS:
             _fields.clear()
-        fields = {**vars(DTensorSpec(mesh, placements, tensor_meta=meta))}
-        del fields["mesh"]
-        _fields[placements, meta] = fields
-    spec = DTensorSpec.__new__(DTensorSpec)
-    spec.__dict__.update(fields, mesh=mesh)
-    return spec
+        fields = _fields[placements, meta] = spec_fields(mesh, placements, meta)
+    return spec_from(mesh, fields)
 
 
 def _part(
