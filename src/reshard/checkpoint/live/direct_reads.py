@@ -20,7 +20,6 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +37,7 @@ from reshard.dtypes import itemsize
 from reshard.errors import DamageError, ReshardError
 from reshard.layout.box import Box
 from reshard.layout.boxlist import Listed, listed_of
-from reshard.layout.columns import Ints
+from reshard.layout.columns import Ints, sized_cache
 from reshard.layout.coverage import overlapping_pairs
 from reshard.layout.layout import Layout
 
@@ -59,7 +58,7 @@ Array = np.ndarray[Any, Any]
 _CELLS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
 
 
-@lru_cache(maxsize=1024)  # a job has few different layouts and shapes
+@sized_cache(16 << 20, lambda _, layout, shape: layout.num_bytes)
 def _needed(layout: Layout, shape: tuple[int, ...]) -> tuple[int, bool]:
     """How many elements any rank needs, and whether no two ranks need the same one."""
     listed = listed_of(layout, shape)
