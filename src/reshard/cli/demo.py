@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -267,6 +266,8 @@ def _run_live(what: str, plan: Plan, sources: Arrays, expected: Arrays, trace: s
 
 def _convert_files() -> Part:
     """Reshard a small checkpoint on disk; all values must be the same, and each read once."""
+    from tempfile import TemporaryDirectory
+
     from reshard.checkpoint.conversion.stages import convert
     from reshard.checkpoint.inspection import inspect
     from reshard.checkpoint.soundness import verify

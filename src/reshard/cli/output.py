@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -139,6 +138,8 @@ def print_lines(lines: Iterable[Line]) -> None:
 
 
 def terminal_width() -> int:
+    import shutil  # with all that it imports, two per cent of a short command
+
     return max(shutil.get_terminal_size((80, 24)).columns, 40)
 
 
