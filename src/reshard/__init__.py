@@ -104,8 +104,11 @@ if not TYPE_CHECKING:  # else every misspelt name would pass as one that is load
             near = difflib.get_close_matches(name, __dir__(), n=1)
             advice = f": try {near[0]}" if near else ""
             raise AttributeError(f"module 'reshard' has no attribute '{name}'{advice}")
-        with errors.needing_torch(f"reshard.{name}"):
+        try:
             module = import_module(f"reshard.{_HOMES[name]}")
+        except ModuleNotFoundError:
+            with errors.needing_torch(f"reshard.{name}"):
+                raise
         globals()[name] = value = getattr(module, name)
         return value
 

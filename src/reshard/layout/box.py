@@ -19,8 +19,6 @@ from operator import ge, index, le, mul, sub
 
 from reshard.errors import BoxError, LayoutError
 
-MAX_DIMS = 32
-MAX_ELEMENTS = 1 << 48  # more than any tensor has; beyond, bytes could not be counted exactly
 MAX_PIECES = 1 << 22  # pieces of one tensor on one rank; beyond, listing them would not end
 Interval = tuple[int, int]  # start and stop of a half-open range of indices
 
@@ -141,32 +139,6 @@ class Box:
                 f"box {self} has {len(self.start)} dims and box {other} has {len(other.start)}: "
                 "only boxes of one tensor can be compared"
             )
-
-
-def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """The sizes of a shape; refuses negative ones, and what is no shape.
-
-    >>> check_shape([8, 4])
-    (8, 4)
-    """
-    try:
-        sizes = tuple(map(index, shape))
-    except TypeError:
-        raise LayoutError(f"{shape!r} is no shape: give sizes, such as (8192, 4096)") from None
-    for dim, size in enumerate(sizes):
-        if size < 0:
-            raise LayoutError(f"shape {sizes} has size {size} in dim {dim}: sizes are >= 0")
-    return sizes
-
-
-def countable_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """The sizes of a shape; refuses one too large to count its bytes exactly."""
-    sizes = check_shape(shape)
-    if len(sizes) > MAX_DIMS:
-        raise LayoutError(f"a shape of {len(sizes)} dims: at most {MAX_DIMS} work")
-    if prod(size or 1 for size in sizes) > MAX_ELEMENTS:
-        raise LayoutError(f"shape {sizes} has {prod(sizes)} elements: at most {MAX_ELEMENTS} work")
-    return sizes
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:

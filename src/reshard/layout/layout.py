@@ -25,8 +25,6 @@ from reshard.layout.box import (
     Box,
     Interval,
     Piece,
-    check_shape,
-    countable_shape,
     length_of,
     local_pieces,
     row_major,
@@ -34,7 +32,15 @@ from reshard.layout.box import (
 from reshard.layout.coverage import first_overlap
 from reshard.layout.mesh import MAX_RANK, Mesh, format_ranks
 from reshard.layout.notation import from_placements, parse
-from reshard.layout.words import Cuts, Ragged, Words, held_intervals, plain_cuts
+from reshard.layout.words import (
+    Cuts,
+    Ragged,
+    Words,
+    check_shape,
+    countable_shape,
+    held_intervals,
+    plain_cuts,
+)
 from reshard.text import count, quoted
 
 

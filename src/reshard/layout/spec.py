@@ -18,12 +18,12 @@ import numpy as np
 
 from reshard.dtypes import canonical_dtype, itemsize
 from reshard.errors import LayoutError
-from reshard.layout.box import check_shape
 from reshard.layout.boxlist import piece_columns
 from reshard.layout.columns import Ints, contained, distinct, distinct_first, sized_cache
 from reshard.layout.grid import DimTable, Grid, addend_of, grids_of, num_addends
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
+from reshard.layout.words import check_shape
 
 
 @dataclass(frozen=True, slots=True, eq=False)

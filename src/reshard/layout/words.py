@@ -15,12 +15,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
+from operator import index
 from typing import TypeAlias
 
 from reshard.errors import LayoutError
 from reshard.layout.box import Interval, length_of, select
 from reshard.layout.mesh import format_ranks
 
+MAX_DIMS = 32
+MAX_ELEMENTS = 1 << 48  # more than any tensor has; beyond, bytes could not be counted exactly
 MAX_BLOCKS = 1 << 22  # blocks of a block-cyclic dim are listed one by one
 OPS = ("sum", "avg", "max", "min", "prod")  # how addends of a pending reduction become the value
 
@@ -268,3 +272,29 @@ def is_mixed(cuts: Cuts) -> bool:
         len({frozenset(axes_of(part)) for part in parts}) > 1 or any(map(is_mixed, parts))
         for parts in packed
     )
+
+
+def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """The sizes of a shape; refuses negative ones, and what is no shape.
+
+    >>> check_shape([8, 4])
+    (8, 4)
+    """
+    try:
+        sizes = tuple(map(index, shape))
+    except TypeError:
+        raise LayoutError(f"{shape!r} is no shape: give sizes, such as (8192, 4096)") from None
+    for dim, size in enumerate(sizes):
+        if size < 0:
+            raise LayoutError(f"shape {sizes} has size {size} in dim {dim}: sizes are >= 0")
+    return sizes
+
+
+def countable_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """The sizes of a shape; refuses one too large to count its bytes exactly."""
+    sizes = check_shape(shape)
+    if len(sizes) > MAX_DIMS:
+        raise LayoutError(f"a shape of {len(sizes)} dims: at most {MAX_DIMS} work")
+    if prod(size or 1 for size in sizes) > MAX_ELEMENTS:
+        raise LayoutError(f"shape {sizes} has {prod(sizes)} elements: at most {MAX_ELEMENTS} work")
+    return sizes

@@ -26,10 +26,20 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from reshard.errors import LayoutError
-from reshard.layout.box import Box, check_shape, length_of
+from reshard.layout.box import Box, length_of
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import RESERVED, Mesh
-from reshard.layout.words import Chunk, Cut, Cuts, Cyclic, Packed, Segment, Words, held_intervals
+from reshard.layout.words import (
+    Chunk,
+    Cut,
+    Cuts,
+    Cyclic,
+    Packed,
+    Segment,
+    Words,
+    check_shape,
+    held_intervals,
+)
 from reshard.tensors.kinds import this_rank
 
 _REFUSED = RESERVED | {"self"}
