@@ -42,6 +42,7 @@ PROBE = "_can_read"
 """The function that reads one number of a peer's memory when ranks connect."""
 MAX_LIVE_FILES, MAX_FRAMES = 20, 10
 MAX_NN_FILES, MAX_NN_OBJECTS = 9, 5
+MAX_PLAN_FILES, MAX_CONVERT_FILES = 16, 38
 
 
 @dataclass
@@ -156,11 +157,13 @@ def _list_files(entered: list[str], folder: Path) -> None:
         print(f"        {Path(name).relative_to(folder)}")
 
 
-def show(title: str, files: bool, action: Callable[[], Any]) -> None:
-    """Run something and print how much code it ran through."""
+def show(title: str, files: bool, action: Callable[[], Any], most: int) -> None:
+    """Run something and print how much code it ran through, and a mark for the limit."""
     with walked() as walk:
         action()
-    print(f"{title}: {len(walk.files)} files, {walk.changes} changes of file", flush=True)
+    mark = "ok" if 0 < len(walk.files) <= most else "MISS"
+    print(f"{title}: {len(walk.files)} files, {walk.changes} changes of file")
+    print(f"    {mark}  {len(walk.files)} files (at most {most})", flush=True)
     if files:
         _list_files(walk.under(ROOT), ROOT)
 
@@ -174,7 +177,7 @@ def walk_plan(files: bool) -> None:
         specs = [{"w": rs.TensorSpec((64, 64), "float32", layout)} for layout in (have, want)]
         rs.plan(*specs).for_rank(0)
 
-    show("rs.plan and one rank's rows", files, plan)
+    show("rs.plan and one rank's rows", files, plan, MAX_PLAN_FILES)
 
 
 def walk_convert(files: bool) -> None:
@@ -194,7 +197,7 @@ def walk_convert(files: bool) -> None:
             if code:
                 raise SystemExit(code)
 
-        show("reshard convert", files, convert)
+        show("reshard convert", files, convert, MAX_CONVERT_FILES)
 
 
 def walk_activations(rank: int, args: argparse.Namespace) -> None:
