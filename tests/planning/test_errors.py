@@ -169,6 +169,8 @@ BAD: list[tuple[str, Callable[[], object], type[rs.ReshardError], tuple[str, ...
      rs.PlanError, ("2.5", "shape=")),
     ("names that are no dict", lambda: rs.plan({NAME: spec("tp")}, {}, names="x"),
      rs.ArgumentTypeError, ("names= got 'x'", "give a dict")),
+    ("a name that is no text", lambda: rs.plan({NAME: spec("tp")}, {}, names={5: NAME}),
+     rs.ArgumentTypeError, ("a name in names= got 5", "give a dict")),
     ("several ranks", lambda: plan("tp -", "- tp").for_rank([0]), rs.ArgumentTypeError,
      ("for_rank()", "of type list", "the number of a rank")),
     ("a crop without a dim", lambda: rs.take("w", crop=3), rs.ArgumentTypeError,

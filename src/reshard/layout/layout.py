@@ -21,14 +21,7 @@ from math import prod
 from typing import Any
 
 from reshard.errors import FormatError, LayoutError, NotationError, require_type
-from reshard.layout.box import (
-    Box,
-    Interval,
-    Piece,
-    length_of,
-    local_pieces,
-    row_major,
-)
+from reshard.layout.box import Box, Interval, Piece, length_of, local_pieces, row_major
 from reshard.layout.coverage import first_overlap
 from reshard.layout.mesh import MAX_RANK, Mesh, format_ranks
 from reshard.layout.notation import from_placements, parse

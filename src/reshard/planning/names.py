@@ -193,6 +193,15 @@ def names_of(table: Mapping[str, Any]) -> dict[str, Source]:
     return {name: _read_source(name, value) for name, value in table.items()}
 
 
+def check_names(names: object) -> None:
+    """Refuse ``names=`` that is no dict by names."""
+    advice = 'give a dict, as {"new": "old", "qkv": rs.join("q", "k", "v")}'
+    require_type(names, Mapping, "names=", advice)
+    assert isinstance(names, Mapping)
+    for name in names:
+        require_type(name, str, "a name in names=", advice)
+
+
 def table_of(names: Names) -> dict[str, Any]:
     """Write a table that `names_of` reads back.
 

@@ -38,7 +38,7 @@ from reshard.planning.cost.summary import Summary, Traffic, summarize
 from reshard.planning.cost.topology import Topology
 from reshard.planning.flows import Flow, flows_of
 from reshard.planning.hosts import host_flows
-from reshard.planning.names import Names, names_of, table_of
+from reshard.planning.names import Names, check_names, names_of, table_of
 from reshard.planning.rank import RankPlan
 from reshard.planning.rounds import Schedule, TooTightError, load_of, schedule
 from reshard.text import parse_bytes, quoted
@@ -136,7 +136,7 @@ def plan(
     if topology is not None and not isinstance(topology, Topology):
         topology = Topology.load(topology)
     if names is not None:
-        require_type(names, Mapping, "names=", 'give a dict, as {"qkv": rs.join("q", "k", "v")}')
+        check_names(names)
     return Plan(have, want, names=names or {}, memory=cap, topology=topology, strict=strict)
 
 

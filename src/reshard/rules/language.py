@@ -47,7 +47,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NoReturn, TypeAlias
 
-from reshard.errors import RulesError
+from reshard.errors import RulesError, require_type
 from reshard.text import quoted
 
 MAX_PATTERN = 512
@@ -127,7 +127,10 @@ def matches(pattern: str, name: str) -> bool:
     >>> matches("layers.{i}.*", "layers.0.mlp.weight"), matches("a[0]", "a[0]")
     (True, True)
     """
-    return name == pattern or _parsed(pattern).regex.match(name) is not None
+    if name == pattern:
+        return True
+    require_type(pattern, str, "a name or pattern", 'give a text, as "*.weight"')
+    return _parsed(pattern).regex.match(name) is not None
 
 
 _parsed = lru_cache(maxsize=1024)(Pattern.parse)

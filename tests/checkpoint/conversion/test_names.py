@@ -154,6 +154,28 @@ def test_what_is_no_dict_is_refused(tmp_path: Path, options: dict[str, Any]) -> 
         checkpoint.convert(write_counting(tmp_path / "a", "w"), tmp_path / "b", **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"mesh": "tp=2", "layouts": {5: "tp -"}}, "a name or pattern got 5: give a text"),
+        ({"mesh": "tp=2", "layouts": {"a.w": ["tp"]}}, 'the layout of "a.w" got a value of type'),
+        ({"dtype": {5: "bfloat16"}}, "a name or pattern got 5: give a text"),
+        ({"names": {5: "a.w"}}, "a name in names= got 5: give a dict"),
+        ({"drop": [5]}, "a name or pattern got 5: give a text"),
+        ({"drop": "a.w"}, "drop= got 'a.w': give a list"),
+        ({"drop": None}, "drop= got None: give a list"),
+    ],
+)
+def test_names_that_are_no_texts_are_refused(
+    tmp_path: Path, options: dict[str, Any], text: str
+) -> None:
+    (tmp_path / "a").mkdir()
+    save_file({"a.w": np.ones((4, 2), np.float32)}, tmp_path / "a" / "model.safetensors")
+    with pytest.raises(ArgumentTypeError, match=text):
+        checkpoint.convert(tmp_path / "a", tmp_path / "b", **options)
+    assert not (tmp_path / "b").exists()
+
+
 def test_parts_may_be_called_as_arguments_are(tmp_path: Path) -> None:
     here = write_counting(tmp_path / "a", "l.dim", "l.source")
     (tmp_path / "n.toml").write_text('x = { join = "l.{part}", rows = { dim = 2, source = 2 } }')

@@ -9,7 +9,7 @@ Outline(shape=(12, 8), dtype='float32')
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from math import prod
@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from reshard.checkpoint.catalog import Catalog, StoredTensor
 from reshard.checkpoint.transfer.transfers import pieces_of
-from reshard.errors import NamesError, PlanError, require_type
+from reshard.errors import ArgumentTypeError, NamesError, PlanError
 from reshard.layout.box import Box
 from reshard.layout.coverage import missing_boxes
 from reshard.layout.layout import Layout
@@ -31,6 +31,7 @@ from reshard.planning.names import (
     Source,
     Stacked,
     Take,
+    check_names,
     fill_in,
     placeholders,
     template_regex,
@@ -64,7 +65,8 @@ def outlines_of(have: Tensors, names: Names, drop: Sequence[str] = ()) -> dict[s
 
     Tensors that match ``drop`` are used only where names takes them.
     """
-    require_type(names, Mapping, "names=", 'give a dict, as {"new": "old"}')
+    if names != {}:
+        check_names(names)
     produced: dict[str, Outline] = {}
     keys: dict[str, str] = {}
     used = _dropped(have, drop)
@@ -128,6 +130,8 @@ def _source_box(feed: Feed) -> Box:
 
 def _dropped(have: Tensors, drop: Sequence[str]) -> set[str]:
     """The source tensors that patterns match; a pattern that matches none is an error."""
+    if isinstance(drop, str) or not isinstance(drop, Iterable):
+        raise ArgumentTypeError(f"drop= got {drop!r:.60}: give a list of names or patterns")
     dropped: set[str] = set()
     for pattern in drop:
         matched = matching(pattern, have)

@@ -231,6 +231,7 @@ def _layouts(outlines: Mapping[str, Outline], request: Request) -> dict[str, Lay
         if name in keys:
             layout = request.layouts[keys[name]]
             if not isinstance(layout, Layout):
+                require_type(layout, str, f"the layout of {quoted(name)}", 'give words, as "tp -"')
                 if mesh is None:
                     raise LayoutError(
                         f'layout "{layout}" for {quoted(name)} needs a mesh: give mesh='
