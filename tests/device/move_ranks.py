@@ -27,7 +27,7 @@ from reshard.live import call
 from reshard.live.call import Call
 from reshard.live.failure.cleanup import with_ticket
 from reshard.live.inputs.request import options_from
-from reshard.live.session.shared_memory import LAST_STEP, REACHED, CallSignals
+from reshard.live.session.shared_memory import LAST_STEP, REACHED
 from reshard.live.transport import nccl
 from reshard.live.transport.gpu_peer import GpuPeerTransport
 from reshard.live.transport.gpu_pulls import GpuWork
@@ -436,6 +436,27 @@ def overtaken() -> None:
     Call._run = run  # type: ignore[method-assign]
 
 
+def ahead() -> None:
+    """A rank is a call ahead: the table that a late peer has still to read must not change."""
+    full = torch.arange(64.0).reshape(8, 8)
+    have, want = rs.Layout(LINE, "tp -"), rs.Layout(LINE, "- tp")
+    plan = rs.plan(have, want, shape=(8, 8), dtype="float32")
+    opened = GpuPeerTransport._open
+
+    def open_late(transport: GpuPeerTransport) -> None:
+        time.sleep(0.1 if RANK == 1 else 0)
+        opened(transport)
+
+    with mock.patch.object(GpuPeerTransport, "_open", open_late):
+        sources = [(local(full, have) + number).to(DEVICE) for number in range(5)]
+        results = []
+        for source in sources:
+            results.append(plan.run({"tensor": source})["tensor"])
+            plan.release()  # its tables may be used for the next call
+    for number, result in enumerate(results):
+        assert torch.equal(result.cpu(), local(full, want) + number), number
+
+
 def streams() -> None:
     """Work before and after a move keeps its place, on any stream, and the host waits for none."""
     if STAND_IN or not BY_GPU:
@@ -629,26 +650,60 @@ def released() -> None:
     given = {"tensor": local(full, have).to(DEVICE)}
     plan.run(given, sync=True)
     meet("released")
-    begin = GpuWork.__init__
+    done = GpuWork.done
 
-    def fail() -> bool:
-        raise RuntimeError("an error of CUDA")
+    def done_when_released(work: GpuWork) -> bool:
+        if RANK == 3:
+            raise RuntimeError("an error of CUDA")
+        while not work.group.own.has_come(REACHED, work.group.call, LAST_STEP):
+            time.sleep(0.001)
+        return done(work)
 
-    def begin_blocked(work: GpuWork, group: CallSignals, _: object, *more: Any) -> None:
-        def until_released() -> bool:
-            while not group.own.has_come(REACHED, group.call, LAST_STEP):
-                time.sleep(0.001)
-            return True
-
-        begin(work, group, fail if RANK == 3 else until_released, *more)
-
-    with mock.patch.object(GpuWork, "__init__", begin_blocked):
+    with mock.patch.object(GpuWork, "done", done_when_released):
         handle = plan.start(given)
         with fails(rs.LiveError, "rank 3", "an error of CUDA"):
             handle.wait()
     meet("released, raised")
     out = plan.run(given, sync=True)["tensor"]
     assert torch.equal(out.cpu(), local(full, want))
+
+
+def gives_up() -> None:
+    """Rank 3 fails when others have enqueued waits for its reads: their streams are released.
+
+    The stream of rank 3 writes lower signals after the abort, and those of the others come to their
+    waits later still.
+    """
+    full, pending = torch.arange(256.0).reshape(16, 16), rs.Layout(LINE, "- - | sum tp")
+    columns = rs.Layout(LINE, "- tp")
+    rows = rs.plan(rs.Layout(LINE, "tp -"), columns, shape=(16, 16), dtype="float32")
+    sums_ = rs.plan(pending, columns, shape=(16, 16), dtype="float32", memory=256)
+    assert sums_.num_rounds > 2
+    finish = GpuPeerTransport._finish_reading
+
+    def finish_one(transport: GpuPeerTransport, rounds: Any) -> None:
+        if RANK == 3 and rounds[0] == last:
+            raise rs.LiveError("rank 3 gives up")
+        finish(transport, rounds)
+
+    for plan, last in ((rows, 0), (sums_, 1)):
+        mine = full.clone() if plan is sums_ else local(full, plan.have["tensor"].layout)
+        given, right = {"tensor": mine.to(DEVICE)}, local(full, columns) * (4 if last else 1)
+        assert torch.equal(plan.run(given, sync=True)["tensor"].cpu(), right)
+        meet(f"gives up in round {last}")
+        if not STAND_IN:
+            torch.cuda._sleep(500_000_000 if RANK == 3 else 1_500_000_000)
+        with mock.patch.object(GpuPeerTransport, "_finish_reading", finish_one):
+            with fails(rs.LiveError, "rank 3 gives up", within=10):
+                plan.run(given, timeout=20)
+                synchronize()
+                stop = time.monotonic() + 8
+                while time.monotonic() < stop:
+                    rs.check()
+                    time.sleep(0.01)
+            synchronize()
+        meet(f"gave up in round {last}")
+        assert torch.equal(plan.run(given, sync=True)["tensor"].cpu(), right)
 
 
 PATIENCE = 0.6 if STAND_IN else 1.5
@@ -791,7 +846,9 @@ SCENARIOS = {
             given_ways,
             disjoint,
             in_flight,
+            ahead,
             released,
+            gives_up,
             streams,
             dtensors,
         ),

@@ -46,12 +46,21 @@ def test_checkpoints_are_loaded_by_peer_memory() -> None:
 
 
 def test_moves_by_peer_memory() -> None:
-    names = ("casts", "sums", "given_ways", "disjoint", "in_flight", "overtaken", "streams")
+    names = (
+        "casts",
+        "sums",
+        "given_ways",
+        "disjoint",
+        "in_flight",
+        "ahead",
+        "overtaken",
+        "streams",
+    )
     by_peer_memory(*names, "large", "dtensors", "gradients", backend="nccl")
 
 
 def test_failures_by_peer_memory() -> None:
-    by_peer_memory("refusals", "absent", "behind", "released")
+    by_peer_memory("refusals", "absent", "behind", "released", "gives_up")
 
 
 def test_a_killed_rank_by_peer_memory() -> None:

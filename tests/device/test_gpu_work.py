@@ -1,15 +1,18 @@
 """What the thread that watches GPU work takes for complete, failed and late; without a GPU."""
 
-import weakref
-from unittest import mock
-
 import pytest
-import torch
 
 from reshard.errors import LiveError
-from reshard.live.session.shared_memory import DONE, REACHED, AbortFlags, CallSignals, Signals
-from reshard.live.transport import gpu_memory
-from reshard.live.transport.gpu_memory import GpuMemory
+from reshard.live.session.shared_memory import (
+    DONE,
+    LAST_STEP,
+    OVER,
+    REACHED,
+    SIGNAL_SLOTS,
+    AbortFlags,
+    CallSignals,
+    Signals,
+)
 from reshard.live.transport.gpu_pulls import ENTERED, GpuWork, done_step
 from tests.device.stand_in import StandInDriver
 
@@ -23,67 +26,68 @@ def signals_of(num_peers: int) -> CallSignals:
     return found
 
 
+def write(signals: Signals, kind: int, step: int) -> None:
+    """What the stream of the rank that owns the signals does."""
+    CallSignals(CALL, signals).enqueue(0, writes=[(kind, step)])
+
+
 def test_peers_are_late_until_their_last_awaited_signal_has_come() -> None:
     """Rank 1 only sends, rank 2 also reads: rank 1 may exit before rank 2 has read."""
     signals = signals_of(2)
     waits = [(1, REACHED, ENTERED), (2, REACHED, ENTERED), (2, DONE, done_step(1))]
-    work = GpuWork(signals, lambda: False, waits, [], lambda: None)
+    work = GpuWork(signals, waits, [])
     assert work.late([1, 2]) == [1, 2]
-    signals.peers[1].write(0, REACHED, CALL, ENTERED)
-    signals.peers[2].write(0, REACHED, CALL, ENTERED)
-    signals.peers[2].write(0, DONE, CALL, done_step(0))
+    write(signals.peers[1], REACHED, ENTERED)
+    write(signals.peers[2], REACHED, ENTERED)
+    write(signals.peers[2], DONE, done_step(0))
     assert work.late([1, 2]) == [2]
-    signals.peers[2].write(0, DONE, CALL, done_step(1))
+    write(signals.peers[2], DONE, done_step(1))
     assert work.late([1, 2]) == []
+
+
+def test_work_is_done_when_the_stream_has_nothing_left_to_do() -> None:
+    signals = signals_of(1)
+    work = GpuWork(signals, [(1, DONE, done_step(0))], [])
+    assert not work.begun()
+    write(signals.own, REACHED, ENTERED)
+    write(signals.peers[1], DONE, done_step(0))
+    assert work.begun()
+    assert not work.done()
+    write(signals.own, OVER, LAST_STEP)
+    assert work.done()
+
+
+def test_an_abort_releases_streams_and_is_not_the_end_of_their_work() -> None:
+    """The stream of a peer that is killed may write a lower step after the abort."""
+    signals = signals_of(1)
+    work = GpuWork(signals, [(1, DONE, done_step(1))], [])
+    signals.abort()
+    assert not signals.own.is_over(CALL)
+    assert signals.peers[1].has_come(DONE, CALL, done_step(1))
+    with pytest.raises(LiveError, match="aborted"):
+        work.done()
+    write(signals.peers[1], DONE, done_step(0))
+    signals.settle()
+    assert signals.peers[1].has_come(DONE, CALL, done_step(1))
+
+
+def test_the_words_of_a_call_are_free_when_its_stream_has_written_all_of_them() -> None:
+    signals, later = signals_of(0), CALL + SIGNAL_SLOTS
+    assert signals.own.is_free(later)
+    signals.own.enqueued[DONE, CALL] = CALL << 32 | done_step(0)
+    assert not signals.own.is_free(later)
+    write(signals.own, DONE, done_step(0))
+    assert signals.own.is_free(later)
+    assert not signals.own.has_come(DONE, later, 0)
 
 
 def test_a_stream_that_a_failed_peer_released_is_not_complete() -> None:
     flags = AbortFlags.create()
-    work = GpuWork(signals_of(1), lambda: True, [], [flags], lambda: None)
+    signals = signals_of(1)
+    work = GpuWork(signals, [], [flags])
+    write(signals.own, OVER, LAST_STEP)
     flags.mark_failed(CALL - 1)
     assert work.done()
     flags.mark_failed(CALL)
     with pytest.raises(LiveError, match="aborted"):
         work.done()
-
-
-class Event:
-    """An event that notes calls of the driver, which block while another thread frees memory."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-
-    def query(self) -> bool:
-        self.asked += 1
-        return True
-
-
-def test_the_driver_is_not_called_while_a_signal_is_missing() -> None:
-    """A thread that frees memory holds the driver's lock until this thread releases its stream."""
-    signals, event = signals_of(1), Event()
-    work = GpuWork(signals, event.query, [(1, DONE, done_step(0))], [], lambda: None)
-    assert not work.done()
-    assert not event.asked
-    signals.abort()
-    with pytest.raises(LiveError, match="aborted"):
-        work.done()
-    signals = signals_of(1)
-    work = GpuWork(signals, event.query, [(1, DONE, done_step(0))], [], lambda: None)
-    signals.peers[1].write(0, DONE, CALL, done_step(0))
-    assert work.done()
-    assert event.asked
-
-
-def test_an_event_outlives_the_work_that_it_belongs_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Destroying it is a call of the driver as well: the thread that records events does that."""
-    monkeypatch.setattr(gpu_memory, "cuda_driver", StandInDriver)
-    memory, event = GpuMemory(mock.MagicMock()), Event()
-    alive = weakref.ref(event)
-    work = GpuWork(signals_of(1), event.query, [], [], memory.lend(event.query))
-    del event
-    assert work.done()
-    assert work.done()
-    del work
-    assert alive() is not None
-    memory.mark(torch.device("cpu"))
-    assert alive() is None

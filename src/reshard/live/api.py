@@ -128,7 +128,7 @@ class Handle:
     def done(self) -> bool:
         """Whether the move has completed or failed."""
         in_flight = self._call.in_flight
-        complete = in_flight is None or in_flight.complete.is_set()
+        complete = in_flight is None or in_flight.complete
         return not self._running.locked() and complete
 
     def wait(self) -> Result:

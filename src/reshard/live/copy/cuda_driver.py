@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterable
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cache
 from typing import Any, NamedTuple
@@ -29,8 +30,17 @@ OPEN_LAZILY = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: also memory of another GP
 PORTABLE_AND_MAPPED = 1 | 2
 """CU_MEMHOSTREGISTER_PORTABLE and _DEVICEMAP: for all GPUs of this process."""
 
+WAIT, WRITE = 4, 5
+"""CU_STREAM_MEM_OP_WAIT_VALUE_64, until the value is at least this, and _WRITE_VALUE_64."""
+
+_OPERATION = struct.Struct("<6Q")  # kind, address, value; flags, alias and padding are 0
+
 NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: the thread that calls has none
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for work on the default stream
+
+
+Operation = tuple[int, int, int]
+"""What a stream does with a signal: `WAIT` or `WRITE`, the address of the signal, the value."""
 
 
 class CudaError(Exception):
@@ -159,15 +169,11 @@ class Driver:
     def unregister(self, address: int) -> None:
         self._call("cuMemHostUnregister", c_void_p(address))
 
-    def write_signal(self, stream: int, address: int, value: int) -> None:
-        """Enqueue a write of 8 bytes, after all work of the stream so far."""
-        place = (c_void_p(stream), c_uint64(address), c_uint64(value))
-        self._call("cuStreamWriteValue64_v2", *place, c_uint())
-
-    def await_signal(self, stream: int, address: int, value: int) -> None:
-        """Let a stream wait until 8 bytes are at least this value."""
-        place = (c_void_p(stream), c_uint64(address), c_uint64(value))
-        self._call("cuStreamWaitValue64_v2", *place, c_uint())
+    def enqueue(self, stream: int, operations: Iterable[Operation]) -> None:
+        """Let a stream wait for signals and write signals, after all of its work so far."""
+        packed = b"".join([_OPERATION.pack(*one, 0, 0, 0) for one in operations])
+        number = len(packed) // _OPERATION.size
+        self._call("cuStreamBatchMemOp_v2", c_void_p(stream), c_uint(number), packed, c_uint())
 
     def view(self, address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
         """Device memory that torch has not allocated, as bytes that the tensor does not own."""

@@ -176,23 +176,24 @@ class _OnDevice:
         """Launch the kernel on the current stream.
 
         Triton finds out in 12 us which kernel to launch. The alignment of addresses, on which that
-        depends, is the same in every launch, so the kernel of the first one is launched again.
+        depends, is the same in every launch, so the kernel of the first one is launched again; it
+        takes addresses in less time than tensors, of which it asks the driver where they are.
         """
         stream = stream_of(self.memory.device)
         if stream not in self._streams:
             self._streams.add(stream)
             self.memory.record_stream(torch.cuda.current_stream(self.memory.device))
-        arguments = *self._arguments, bases, *self._constants
+        arguments = *self._arguments, bases
         if self._kernel is not None:
             try:
-                self._kernel(*arguments)
+                self._kernel(*map(torch.Tensor.data_ptr, arguments), *self._constants)
                 return
             except TypeError:  # a Triton whose kernels take other arguments
                 self._kernel = None
         from reshard.live.copy import gpu_kernel
 
         function = getattr(gpu_kernel, self._function)
-        kernel = function[self._grid](*arguments, num_warps=self._num_warps)
+        kernel = function[self._grid](*arguments, *self._constants, num_warps=self._num_warps)
         self._kernel = kernel[self._grid] if hasattr(kernel, "__getitem__") else None
 
 

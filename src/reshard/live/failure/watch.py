@@ -55,6 +55,8 @@ class Watch:
     """Peers that are reached over the network."""
     written: object = None
     """The tensors into which other processes may write."""
+    poll_seconds = 0.0
+    """How long to poll for messages in a wait before this rank sleeps until one comes."""
     progress: Callable[[], str] | None = None
     """How far this rank has come, for error messages."""
     suspect: Callable[[], None] | None = None
@@ -131,6 +133,9 @@ class Watch:
                 self.check_lost(left, what)
                 self._check_aborted()
                 self._grow_impatient(left, what, began)
+            if now - began < self.poll_seconds:
+                mailbox.step(0.0)
+                continue
             mailbox.step(pause if pause < impatient else impatient)
             if pause < longest:
                 pause = min(pause * PAUSE_GROWTH, longest)

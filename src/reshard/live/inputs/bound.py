@@ -160,7 +160,7 @@ class Locals:
         self.rank, self.names = rank, (plan.have, plan.want)
         self.staging = len(plan.have) + len(plan.want)
         self.sides = Side(plan, HAVE, rank), Side(plan, WANT, rank)
-        self.disjoint: object = None
+        self.disjoint: tuple[Any, ...] = ()
         """The identity of the tensors that were last found not to overlap."""
 
 
@@ -266,10 +266,9 @@ class BoundTensors:
                 for tensor in large:
                     collapse(tensor)
 
-    def note_written(self, first: int) -> None:
-        """Tell autograd that the tensors from this number on change, as in-place operations do."""
-        written = [tensor for number, tensor in self.tensors.items() if number >= first]
-        torch.autograd.graph.increment_version(written)
+    def note_written(self) -> None:
+        """Tell autograd that the given results change, as in-place operations do."""
+        torch.autograd.graph.increment_version([*self.result.values()])
 
     @property
     def table(self) -> Ints:
@@ -287,9 +286,9 @@ class BoundTensors:
         return addresses
 
     @property
-    def identity(self) -> tuple[object, ...]:
+    def identity(self) -> tuple[Any, ...]:
         """Where the tensors are and how they are strided."""
-        return self.addresses[:-1], self.strides, self.on_devices
+        return self.addresses, self.strides, self.on_devices
 
 
 def _allocator_on(device: torch.device) -> Callable[..., torch.Tensor]:

@@ -126,8 +126,10 @@ def bind(
             checked = BoundTensors(locals_.staging)
             checked.bind(have, tensors, resolves)
         checked.bind(want, into)
-        places = checked.identity
-        if locals_.disjoint != places:
+        places, known = checked.identity, locals_.disjoint
+        if known == places:
+            checked.addresses = known[0]  # the same list: what is kept for it is found at once
+        else:
             check_overlaps(checked.tensors, locals_.names, locals_.rank)
             locals_.disjoint = places
         if not options.atomic:

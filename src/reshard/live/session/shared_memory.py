@@ -13,13 +13,14 @@ import ctypes
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import count
-from operator import attrgetter
+from operator import attrgetter, ge
 
 import numpy as np
 
-from reshard.live.copy.cuda_driver import CudaError, Driver
+from reshard.live.copy.cuda_driver import WAIT, WRITE, CudaError, Driver
 from reshard.live.copy.host import array_at
 
 _numbers = count(1)
@@ -202,11 +203,15 @@ class AbortFlags:
         return self._writing[call % SLOTS] == call + 1
 
 
-REACHED, DONE = 0, 1
-"""The two signals of a rank in a call: how far its tensors are ready, and its own reads done."""
+REACHED, DONE, OVER = range(3)
+"""The signals of a rank in a call: how far its tensors are ready, how far its own reads are done,
+and that its stream has nothing left to do in the call. The host writes the first two as well, to
+release streams; it never writes the last."""
 SIGNAL_SLOTS = 1024
 """Calls whose signals a page holds at a time."""
+SIGNAL_BYTES = (OVER + 1) * SIGNAL_SLOTS * 8
 LAST_STEP = (1 << 32) - 1
+SETTLE_SECONDS = 0.1
 
 
 class Signals:
@@ -217,49 +222,42 @@ class Signals:
     """
 
     def __init__(self, page: SharedBuffer, driver: Driver) -> None:
-        if page.num_bytes < 2 * SIGNAL_SLOTS * 8:
-            raise ValueError(f"signals of {page.num_bytes} bytes instead of {2 * SIGNAL_SLOTS * 8}")
-        self.page, self._driver = page, driver
-        self._words = array_at(
-            page.address, (2, SIGNAL_SLOTS), np.dtype(np.uint64), (8 * SIGNAL_SLOTS, 8)
-        )
+        if page.num_bytes < SIGNAL_BYTES:
+            raise ValueError(f"signals of {page.num_bytes} bytes instead of {SIGNAL_BYTES}")
+        self.page, self.driver = page, driver
+        shape, strides = (OVER + 1, SIGNAL_SLOTS), (8 * SIGNAL_SLOTS, 8)
+        self._words = array_at(page.address, shape, np.dtype(np.uint64), strides)
         self._address = driver.register(page.address, page.num_bytes)
-        self._enqueued = np.zeros((2, SIGNAL_SLOTS), np.uint64)
+        self.enqueued = np.zeros(shape, np.uint64)
+        """What the stream of this rank writes last, as far as it is enqueued."""
 
     @classmethod
     def create(cls, driver: Driver) -> Signals:
-        return cls(SharedBuffer.create(2 * SIGNAL_SLOTS * 8), driver)
+        return cls(SharedBuffer.create(SIGNAL_BYTES), driver)
 
-    def _at(self, kind: int, call: int) -> int:
+    def address_of(self, kind: int, call: int) -> int:
         return self._address + 8 * (kind * SIGNAL_SLOTS + call % SIGNAL_SLOTS)
 
     def is_free(self, call: int) -> bool:
         """Whether the GPU is done with the earlier call that had the words of this one."""
         slot = call % SIGNAL_SLOTS
-        words, enqueued = self._words[:, slot].tolist(), self._enqueued[:, slot].tolist()
-        return bool(words[REACHED] >= enqueued[REACHED] and words[DONE] >= enqueued[DONE])
-
-    def write(self, stream: int, kind: int, call: int, step: int) -> None:
-        """Enqueue a signal of this rank."""
-        value = call << 32 | step
-        self._driver.write_signal(stream, self._at(kind, call), value)
-        self._enqueued[kind, call % SIGNAL_SLOTS] = value
-
-    def wait(self, stream: int, kind: int, call: int, step: int) -> None:
-        """Let a stream wait for a signal."""
-        self._driver.await_signal(stream, self._at(kind, call), call << 32 | step)
+        return all(map(ge, self._words[:, slot].tolist(), self.enqueued[:, slot].tolist()))
 
     def has_come(self, kind: int, call: int, step: int) -> bool:
         return int(self._words[kind, call % SIGNAL_SLOTS]) >= call << 32 | step
 
+    def is_over(self, call: int) -> bool:
+        """Whether the stream of the rank has nothing left to do in a call."""
+        return self.has_come(OVER, call, LAST_STEP)
+
     def release(self, call: int) -> None:
         """Release all streams that wait for signals of a call that has failed."""
-        self._words[:, call % SIGNAL_SLOTS] = call << 32 | LAST_STEP
+        self._words[:OVER, call % SIGNAL_SLOTS] = call << 32 | LAST_STEP
 
     def close(self) -> None:
         """Take the page back from the GPU."""
         with contextlib.suppress(CudaError):
-            self._driver.unregister(self.page.address)
+            self.driver.unregister(self.page.address)
 
 
 class CallSignals:
@@ -270,8 +268,38 @@ class CallSignals:
         self.peers: dict[int, Signals] = {}
         self.aborted = False
 
+    def enqueue(
+        self,
+        stream: int,
+        waits: Iterable[tuple[int, int, int]] = (),
+        writes: Iterable[tuple[int, int]] = (),
+    ) -> None:
+        """Let the stream of this rank wait for signals of peers (peer, kind, step), then write its
+        own (kind, step)."""
+        call, own = self.call, self.own
+        operations = [
+            (WAIT, self.peers[peer].address_of(kind, call), call << 32 | step)
+            for peer, kind, step in waits
+        ]
+        written = [(kind, call << 32 | step) for kind, step in writes]
+        operations += [(WRITE, own.address_of(kind, call), value) for kind, value in written]
+        if operations:
+            own.driver.enqueue(stream, operations)
+        for kind, value in written:
+            own.enqueued[kind, call % SIGNAL_SLOTS] = value
+
     def abort(self) -> None:
         """Release all streams that wait in this call; what they then copy is undefined."""
         self.aborted = True
         for signals in (self.own, *self.peers.values()):
             signals.release(self.call)
+
+    def settle(self) -> None:
+        """After an abort: release the stream of this rank until it has passed, for a moment.
+
+        The stream of a peer that was killed may have written a lower step after the abort.
+        """
+        end = time.monotonic() + SETTLE_SECONDS
+        while not self.own.is_over(self.call) and time.monotonic() < end:
+            self.abort()
+            time.sleep(0.001)

@@ -15,22 +15,32 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
-from itertools import count
-from typing import Any
 
 import numpy as np
 import torch
 
 from reshard.errors import LiveError
 from reshard.layout.columns import Ints, distinct, drop_oldest
-from reshard.live.copy.cuda_driver import HANDLE_BYTES, Allocation, CudaError, Driver, cuda_driver
+from reshard.live.copy.cuda_driver import (
+    HANDLE_BYTES,
+    WAIT,
+    Allocation,
+    CudaError,
+    Driver,
+    cuda_driver,
+)
 from reshard.live.copy.host import array_at
 from reshard.live.session.rendezvous import Connections, Resource
-from reshard.live.session.shared_memory import SharedBuffer, Signals
+from reshard.live.session.shared_memory import (
+    LAST_STEP,
+    OVER,
+    CallSignals,
+    SharedBuffer,
+    Signals,
+)
 from reshard.live.transport.in_flight import InFlight
 
 Export = tuple[Allocation, bytes]
@@ -231,13 +241,8 @@ class GpuMemory(Resource):
         self.driver = driver
         self.exports, self.mappings = Exports(driver), Mappings(driver)
         self.addends = StagingBuffer()  # addends that this rank has read from peers
-        self._marks: list[Any] = []
-        """Events behind the GPU work of calls; those that are complete are dropped."""
-        self._numbers = count()
-        self._lent: dict[int, object] = {}
-        """Functions of events that another thread uses, by number."""
-        self._dropped: list[int] = []
-        """Those of them that it does not use any more."""
+        self._running: dict[int, None] = {}
+        """Calls whose GPU work may not be done yet."""
         self.packing: tuple[int, int] | None = None
         """Address and size of the buffer in which this rank packs what peers cannot read."""
         self._published: dict[tuple[bytes, tuple[int, ...], bool], Published] = {}
@@ -311,38 +316,33 @@ class GpuMemory(Resource):
             with contextlib.suppress(CudaError):
                 self.driver.free(address)
 
-    def mark(self, device: torch.device) -> Callable[[], bool]:
-        """A function that says whether all work of the current stream so far is done."""
-        self._marks = [one for one in self._marks if not one.query()]
-        with contextlib.suppress(IndexError):  # until there is none, also if another thread helps
-            while True:
-                self._lent.pop(self._dropped.pop(), None)
-        if device.type != "cuda":
-            return lambda: True
-        event: Any = torch.cuda.current_stream(device).record_event()
-        self._marks.append(event)
-        return event.query  # type: ignore[no-any-return]
-
-    def lend(self, query: Callable[[], bool]) -> Callable[[], None]:
-        """Keep the event of a function that `mark` has returned for another thread.
-
-        That thread drops the function first and calls what this returns then, so that it never
-        destroys the event.
-        """
-        number = next(self._numbers)
-        self._lent[number] = query
-        return partial(self._dropped.append, number)
+    def enqueue_end(
+        self,
+        signals: CallSignals,
+        stream: int,
+        waits: Iterable[tuple[int, int, int]] = (),
+        writes: Iterable[tuple[int, int]] = (),
+    ) -> None:
+        """`CallSignals.enqueue`, then signal that the stream has nothing left to do in the call."""
+        signals.enqueue(stream, waits, [*writes, (OVER, LAST_STEP)])
+        for call in tuple(self._running):
+            if signals.own.is_over(call):
+                self._running.pop(call, None)
+        self._running[signals.call] = None
 
     @property
     def is_idle(self) -> Callable[[], bool]:
         """A function that says whether the GPU work of all calls so far is done."""
-        marks = list(self._marks)
-        return lambda: all(one.query() for one in marks)
+        running, own = tuple(self._running), self._own
+        return lambda: own is None or all(map(own.is_over, running))
 
-    def after_last_call(self, device: torch.device) -> None:
-        """Let the current stream wait for the GPU work of all calls so far."""
-        for event in self._marks:
-            torch.cuda.current_stream(device).wait_event(event)
+    def after_last_call(self, stream: int) -> None:
+        """Let a stream wait for the GPU work of all calls so far."""
+        own = self.signals
+        calls = [call for call in tuple(self._running) if not own.is_over(call)]
+        waits = [(WAIT, own.address_of(OVER, call), call << 32 | LAST_STEP) for call in calls]
+        if waits:
+            self.driver.enqueue(stream, waits)
 
     def release(self) -> None:
         self.addends.release()

@@ -17,6 +17,7 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from reshard.live.program.blocks import CopyList
 from reshard.live.program.messages import GRID, Message, lay_out, message_of
 from reshard.live.program.rounds import Program, Round
 from reshard.live.session.control import Cause, Hello, Ready, Released
-from reshard.live.session.shared_memory import DONE, REACHED, CallSignals
+from reshard.live.session.shared_memory import DONE, LAST_STEP, REACHED, CallSignals
 from reshard.live.transport.base import Transport
 from reshard.live.transport.gpu_memory import GpuMemory, Published, Table
 from reshard.live.transport.gpu_pulls import (
@@ -45,8 +46,10 @@ from reshard.live.transport.gpu_pulls import (
 )
 from reshard.live.transport.in_flight import TURN_PAUSE, InFlightCall
 
-POLL_SECONDS = 0.0002
-"""How long to poll for messages of peers before this rank sleeps until they come."""
+POLL_SECONDS = 0.001
+"""How long to poll for messages of peers before this rank sleeps until they come: within tens of
+microseconds, if all ranks call together, and to sleep takes longer than that
+(``benchmarks/reports/gpu_move.md``)."""
 
 SIGNALS_ROUND = 1 << 40  # the message that brings a rank's page of signals is a Ready of this round
 
@@ -65,7 +68,10 @@ class GpuPeerTransport(Transport):
     _bases: Ints  # the base addresses of all tensors, here and on peers
     _addresses: TensorTable  # the same without tensors
     addends: torch.Tensor | None = None  # the staging buffer, for addends that were read
-    _polled = -1  # the last round for which this rank polled until its messages were read
+    _asks = False
+    """Whether peers have to say when their reads are enqueued: only then may the stream wait for
+    them. If all ranks have told this one that they are in the call, each of them will enqueue its
+    reads without waiting for anybody else, so the stream may wait at once."""
 
     def __init__(
         self,
@@ -80,7 +86,10 @@ class GpuPeerTransport(Transport):
         self.device = self.gpu = device
         self._in_flight = in_flight
         self._memory = watch.connections.resource(GpuMemory)
+        if self._memory.may_poll:
+            watch.poll_seconds = POLL_SECONDS
         self._stream = stream_of(device)
+        self._asks = len(self.peers) + 1 < len(watch.connections.ranks)
         self._here: dict[int, set[int]] = {}  # by round, the peers whose messages have come
         self._awaited: dict[tuple[int, int], int] = {}
         """The last step for which the stream waits, by peer and kind of signal."""
@@ -108,42 +117,30 @@ class GpuPeerTransport(Transport):
                 watch.check()
                 time.sleep(TURN_PAUSE)
             self._signals, self._entered = CallSignals(watch.call, own), True
-            own.write(self._stream, REACHED, watch.call, ENTERED)
+            self._signals.enqueue(self._stream, writes=[(REACHED, ENTERED)])
             published = self._publish()
         version, buffer, self._packs = published
         page, mailbox = own.page, watch.mailbox
+        # The next call may publish another table before peers have read this one.
+        buffer.loans |= dict.fromkeys(self.peers, watch.call)
         places = {"signals": page.number, "table_at": version, "buffer": buffer.number}
-        hello = watch.hello(on_gpu=1, strided=int(self._packs), **places)
+        hello = watch.hello(on_gpu=1, strided=int(self._packs), asks=int(self._asks), **places)
         for peer in self.peers:
             fd = page.fd_for(peer)
             if fd is not None:
                 mailbox.send(peer, Ready(watch.call, SIGNALS_ROUND, page.number), fd)
             mailbox.send(peer, hello, buffer.fd_for(peer))
-        if self.peers >= self.program.peers:  # else those of other transports are not sent yet
-            self._poll_briefly(lambda: self.peers <= watch.inbox.hellos.keys())
-
-    def _poll_briefly(self, arrived: Callable[[], bool]) -> None:
-        """Poll for messages of peers, which come within microseconds if all ranks call together.
-
-        To sleep until a message comes takes longer: 0.3 ms of 1 ms per call were saved
-        (``benchmarks/reports/gpu_move.md``). Where ranks have to share cores it would slow them.
-        """
-        if not self._memory.may_poll:
-            return
-        end = time.perf_counter() + POLL_SECONDS
-        while not arrived() and time.perf_counter() < end:
-            self.watch.mailbox.step(0.0)
 
     def _publish(self) -> Published:
         """Where this rank's tensors are; if they cannot be exported, where it packs messages."""
         bound, memory = self.bound, self._memory
         memory.exports.refresh()
-        sent, sizes = self._kept("sent", self._sent)
-        places, last = [bound.addresses[n] for n in sent], self._kept("published", list[Any])
+        sent, sizes, pick = self._kept("sent", self._sent)
+        places, last = pick(bound.addresses), self._kept("published", list[Any])
         known = last[:]  # calls in flight replace it
         if known[:2] == [places, memory.exports.numbers] and memory.keeps(known[2]):
             return known[2]  # type: ignore[no-any-return]
-        starts = np.array(places, np.int64)
+        starts = np.array(bound.addresses, np.int64)[sent]
         ranges = np.zeros((bound.staging + 1, 2), np.int64)
         packs = bool(bound.strides) and not bound.strides.keys().isdisjoint(sent)
         if not packs:
@@ -173,13 +170,14 @@ class GpuPeerTransport(Transport):
     def _rounds(self) -> Iterator[Round]:
         return map(self.program.round, range(self.program.num_rounds))
 
-    def _sent(self) -> tuple[list[int], Ints]:
-        """The base numbers of the tensors that peers read, and their bytes."""
+    def _sent(self) -> tuple[list[int], Ints, Callable[[list[int]], object]]:
+        """The base numbers of the tensors that peers read, their bytes, and what picks their
+        addresses."""
         sends = [one for round_ in self._rounds() for one in round_.sends.items()]
         read = [one.source.base for peer, some in sends if peer in self.peers for one in some]
         numbers = distinct(np.concatenate([np.zeros(0, np.int64), *read])).tolist()
         sizes = [self.bound.tensors[number].nbytes for number in numbers]
-        return numbers, np.array(sizes, np.int64)
+        return numbers, np.array(sizes, np.int64), itemgetter(*numbers, self.bound.staging)
 
     # Packing -----------------------------------------------------------------------------------
 
@@ -199,7 +197,7 @@ class GpuPeerTransport(Transport):
         (messages, num_bytes, copies), memory = self._packed(round_), self._memory
         if not messages:
             return 0
-        memory.after_last_call(self.device)
+        memory.after_last_call(self._stream)
         buffer = memory.driver.view(memory.packing_buffer(1), num_bytes, self.device)
         copies.launch(TensorTable.of(self.bound, buffer))
         self._announce(round_, {one.peer: one.offset for one in messages})
@@ -208,7 +206,7 @@ class GpuPeerTransport(Transport):
     def _announce(self, round_: Round, offsets: Mapping[int, int]) -> None:
         """Signal that what this rank sends in a round is ready, and tell the receivers."""
         call, number = self.watch.call, round_.number
-        self._signals.own.write(self._stream, REACHED, call, round_step(number))
+        self._signals.enqueue(self._stream, writes=[(REACHED, round_step(number))])
         for peer, at in offsets.items():
             self.watch.mailbox.send(peer, Ready(call, number, 0, at))
 
@@ -234,7 +232,7 @@ class GpuPeerTransport(Transport):
             self.addends = memory.addends.take(size, self.device, self._stream)
         versions = [hellos[peer].table_at for peer in pulls.numbers]
         staging = 0 if self.addends is None else self.addends.data_ptr()
-        own = [*self.bound.addresses[:-1], staging]
+        own = self.bound.addresses, staging, self._stream
         maps, bases = memory.mappings, self._kept("bases", list[Any], direct)
         mapped = self._kept("mapped", list[Any], direct)
         # Copies: calls in flight replace them. Mapping may unmap something: the generation that is
@@ -245,11 +243,11 @@ class GpuPeerTransport(Transport):
             both = np.concatenate([*parts, np.zeros(0, np.int64)])
             mapped[:] = theirs = [maps, maps.generation, versions, both]
         known = bases[:]
-        if known[:2] != [own, self._stream] or known[2] is not theirs[3]:
-            table = np.concatenate([np.array(own, np.int64), theirs[3]])
-            addresses = TensorTable(table, {}, self.device)
-            bases[:] = known = [own, self._stream, theirs[3], addresses, table]
-        self._addresses, self._bases = known[3:]
+        if known[:1] != [own] or known[1] is not theirs[3]:
+            table = np.concatenate([np.array(self.bound.addresses, np.int64), theirs[3]])
+            table[self.bound.staging] = staging
+            bases[:] = known = [own, theirs[3], TensorTable(table, {}, self.device), table]
+        self._addresses, self._bases = known[2:]
         self._opened = True
 
     def _map(self, peer: int, hello: Hello) -> Ints:
@@ -312,10 +310,10 @@ class GpuPeerTransport(Transport):
 
     def _pull(self, pull: Pull, number: int = -1) -> None:
         """Enqueue one launch, after everything that it reads is ready."""
-        stream, signals = self._stream, self._signals
         for peer, step in pull.waits.items():
-            signals.peers[peer].wait(stream, REACHED, self.watch.call, step)
             self._awaited[peer, REACHED] = max(step, self._awaited.get((peer, REACHED), 0))
+        waits = [(peer, REACHED, step) for peer, step in pull.waits.items()]
+        self._signals.enqueue(self._stream, waits)
         bases = self._bases
         packed = [peer for peer in pull.waits if self.watch.inbox.hellos[peer].strided]
         if packed:
@@ -330,10 +328,12 @@ class GpuPeerTransport(Transport):
         pull.copies.launch(tensors)
 
     def _finish_reading(self, rounds: Sequence[int]) -> None:
-        """Signal that all messages of these rounds were read, and tell the senders."""
-        self._signals.own.write(self._stream, DONE, self.watch.call, done_step(rounds[-1]))
-        for number in rounds:
-            for peer in self.peers & self.program.round(number).receives.keys():
+        """Signal that all messages of these rounds were read, and tell the senders that ask."""
+        self._signals.enqueue(self._stream, writes=[(DONE, done_step(rounds[-1]))])
+        hellos = self.watch.inbox.hellos
+        asking = frozenset(peer for peer in self.peers if hellos[peer].asks)
+        for number in rounds if asking else ():
+            for peer in asking & self.program.round(number).receives.keys():
                 self.watch.mailbox.send(peer, Released(self.watch.call, number))
 
     def _view(self, base: int, address: int) -> torch.Tensor:
@@ -353,29 +353,29 @@ class GpuPeerTransport(Transport):
     # The end of a round ------------------------------------------------------------------------
 
     def unreleased(self, round_: Round) -> Collection[int]:
-        """Peers that have not enqueued their reads of this rank's messages."""
+        """Peers that have not enqueued their reads of this rank's messages, if it asks them."""
+        if not self._asks:
+            return ()
         released = self.watch.inbox.released
-        messages = {(peer, round_.number) for peer in self.peers & round_.sends.keys()}
-        if self._polled < round_.number:
-            self._polled = round_.number
-            self._poll_briefly(lambda: messages <= released)
-        return [peer for peer, _ in messages - released]
+        awaited = self.peers & round_.sends.keys()
+        return [peer for peer in awaited if (peer, round_.number) not in released]
 
     def end_round(self, round_: Round) -> None:
         """Let the stream wait until peers have read this rank's messages."""
-        signals, program = self._signals, self.program
-        step = done_step(round_.number)
+        signals, program, step = self._signals, self.program, done_step(round_.number)
+        waits = [(peer, DONE, step) for peer in self.peers & round_.sends.keys()]
+        for peer, kind, _ in waits:
+            self._awaited[peer, kind] = step
         with self._driver_errors("wait for other GPUs"):
-            for peer in self.peers & round_.sends.keys():
-                signals.peers[peer].wait(self._stream, DONE, self.watch.call, step)
-                self._awaited[peer, DONE] = step
-            if round_.number == program.num_rounds - 1:
-                mark = self._memory.mark(self.device)
-                waits = [(peer, kind, last) for (peer, kind), last in self._awaited.items()]
-                flags = [peer.flags for peer in self.watch.connections.peers.values()]
-                work = GpuWork(signals, mark, waits, flags, self._memory.lend(mark))
-                late = "its GPU to come to the move of"
-                self._in_flight.add(work, self.peers, lambda p: f"{late} {program.first_name(p)}")
+            if round_.number < program.num_rounds - 1:
+                signals.enqueue(self._stream, waits)
+                return
+            self._memory.enqueue_end(signals, self._stream, waits)
+        awaited = [(peer, kind, last) for (peer, kind), last in self._awaited.items()]
+        flags = [peer.flags for peer in self.watch.connections.peers.values()]
+        late = "its GPU to come to the move of"
+        work = GpuWork(signals, awaited, flags)
+        self._in_flight.add(work, self.peers, lambda p: f"{late} {program.first_name(p)}")
 
     def close(self, ok: bool) -> None:
         """Let the next call enqueue; after a failure release all streams that wait."""
@@ -384,7 +384,9 @@ class GpuPeerTransport(Transport):
         self._in_flight.end_turn()
         if not ok and self._entered:
             self._signals.abort()
-            self._in_flight.give_up()
-            with self._memory.using(self.device):
-                self._memory.mark(self.device)
+            self._in_flight.give_up(self._signals)
+            with self._memory.using(self.device), contextlib.suppress(CudaError):
+                # After lower steps that the stream writes in spite of the abort.
+                last = [(kind, LAST_STEP) for kind in (REACHED, DONE)]
+                self._memory.enqueue_end(self._signals, self._stream, writes=last)
         self._closed = True  # last: an exception of a signal handler may have come before the abort

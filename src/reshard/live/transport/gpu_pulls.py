@@ -128,22 +128,18 @@ class GpuWork:
 
     A call of the driver may block this process until a stream that waits is released, as freeing
     memory does, and any other call of the driver then waits for its lock. So the thread that
-    releases the streams calls the driver only where no signal of a peer is missing, and drops no
-    event last: that would destroy it.
+    releases the streams never calls the driver: it only reads signals.
     """
 
     def __init__(
         self,
         group: CallSignals,
-        done: Callable[[], bool],
         waits: Sequence[tuple[int, int, int]],
         flags: Sequence[AbortFlags],
-        dropped: Callable[[], None],
     ) -> None:
         """``waits`` says for which peer's signal, of which kind and step, this rank's stream waits;
-        ``flags`` are those of the other ranks; ``dropped`` is called when ``done`` was dropped."""
-        self.group, self._waits, self._flags, self._dropped = group, waits, flags, dropped
-        self._done: Callable[[], bool] | None = done
+        ``flags`` are those of the other ranks."""
+        self.group, self._waits, self._flags = group, waits, flags
 
     def begun(self) -> bool:
         return self.group.own.has_come(REACHED, self.group.call, ENTERED)
@@ -152,14 +148,11 @@ class GpuWork:
         """Whether everything was copied, here and by the peers that read from this rank."""
         # In this order: an abort, also that of a peer, lets everything pass. A peer marks the call
         # as failed before it releases the streams.
-        finished = self._done is None or (not self._missing() and self._done())
         call = self.group.call
-        if self.group.aborted or (finished and any(one.has_failed(call) for one in self._flags)):
+        is_over = self.group.own.is_over(call)
+        if self.group.aborted or (is_over and any(one.has_failed(call) for one in self._flags)):
             raise LiveError("a move between GPUs was aborted")
-        if finished and self._done is not None:
-            self._done = None
-            self._dropped()
-        return finished
+        return is_over
 
     def _missing(self) -> set[int]:
         """The peers whose signals have not come."""

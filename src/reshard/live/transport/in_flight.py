@@ -42,6 +42,9 @@ class Abortable(Protocol):
     def abort(self) -> None:
         """End all exchanges in flight within a second; what they received is undefined."""
 
+    def settle(self) -> None:
+        """What is left to do after an abort, in the thread that watches."""
+
 
 class Work(Protocol):
     """An exchange in flight."""
@@ -69,7 +72,7 @@ class InFlightCall:
         self.watch, self._ticket = watch, ticket
         self._calls = watch.connections.resource(InFlight)
         self._groups: list[Abortable] = []
-        self.complete = threading.Event()  # set when all exchanges have ended, or one has failed
+        self.complete = False  # whether all exchanges have ended, or one has failed
 
     def await_turn(self) -> None:
         """Wait until earlier calls of the session have enqueued all their work."""
@@ -99,9 +102,12 @@ class InFlightCall:
             self.error = error
         for group in self._groups:
             group.abort()
+            self._calls.submit(group.settle)
 
-    def give_up(self) -> None:
-        """Stop the exchanges of a call that raises its error itself."""
+    def give_up(self, group: Abortable | None = None) -> None:
+        """Stop the exchanges of a call that raises its error itself, and those on this group."""
+        if group is not None and group not in self._groups:
+            self._groups.append(group)
         self.raised = True
         cause = self.watch.cause or Cause("error", "a move was aborted")
         error = cause.error("")
@@ -118,7 +124,7 @@ class InFlightCall:
             self.watch.close()
             if self.error is not None and not self.raised:
                 self._calls.unraised.append(self)
-            self.complete.set()
+            self.complete = True
 
         self._calls.submit(complete)
 
@@ -128,6 +134,7 @@ class InFlightCall:
         self._calls.hurry.wait(PATIENCE)
         if _is_done(work):
             return
+        self.watch.poll_seconds = 0.0  # this thread must not slow the caller's down
         try:
             try:
                 self._await_begin(work, peers)
