@@ -67,6 +67,7 @@ class Driver:
 
     def __init__(self, library: Any) -> None:
         self._library = library
+        library.cuStreamBatchMemOp_v2.argtypes = c_void_p, c_uint, c_char_p, c_uint
 
     def _code(self, name: str, *arguments: Any) -> int:
         """Call the driver; in a thread that has no context yet, it gets that of its device.
@@ -172,8 +173,7 @@ class Driver:
     def enqueue(self, stream: int, operations: Iterable[Operation]) -> None:
         """Let a stream wait for signals and write signals, after all of its work so far."""
         packed = b"".join([_OPERATION.pack(*one, 0, 0, 0) for one in operations])
-        number = len(packed) // _OPERATION.size
-        self._call("cuStreamBatchMemOp_v2", c_void_p(stream), c_uint(number), packed, c_uint())
+        self._call("cuStreamBatchMemOp_v2", stream, len(packed) // _OPERATION.size, packed, 0)
 
     def view(self, address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
         """Device memory that torch has not allocated, as bytes that the tensor does not own."""
@@ -197,7 +197,7 @@ def stream_of(device: torch.device) -> int:
 
 @cache
 def cuda_driver() -> Driver | None:
-    """The driver of this machine; None where there is none."""
-    with contextlib.suppress(OSError):
+    """The driver of this machine; None where there is none, or one that lacks a function."""
+    with contextlib.suppress(OSError, AttributeError):
         return Driver(ctypes.CDLL("libcuda.so.1"))
     return None

@@ -237,7 +237,7 @@ class GpuMemory(Resource):
     def __init__(self, connections: Connections) -> None:
         driver = cuda_driver()
         if driver is None:
-            raise LiveError("this machine has no CUDA driver")
+            raise LiveError("this machine has no CUDA driver, or one older than 12")
         self.driver = driver
         self.exports, self.mappings = Exports(driver), Mappings(driver)
         self.addends = StagingBuffer()  # addends that this rank has read from peers

@@ -31,7 +31,7 @@ from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.blocks import CopyList
 from reshard.live.program.messages import GRID, Message, lay_out, message_of
 from reshard.live.program.rounds import Program, Round
-from reshard.live.session.control import Cause, Hello, Ready, Released
+from reshard.live.session.control import Cause, Hello, Ready, Released, encode
 from reshard.live.session.shared_memory import DONE, LAST_STEP, REACHED, CallSignals
 from reshard.live.transport.base import Transport
 from reshard.live.transport.gpu_memory import GpuMemory, Published, Table
@@ -125,11 +125,12 @@ class GpuPeerTransport(Transport):
         buffer.loans |= dict.fromkeys(self.peers, watch.call)
         places = {"signals": page.number, "table_at": version, "buffer": buffer.number}
         hello = watch.hello(on_gpu=1, strided=int(self._packs), asks=int(self._asks), **places)
+        encoded = encode(hello)
         for peer in self.peers:
             fd = page.fd_for(peer)
             if fd is not None:
                 mailbox.send(peer, Ready(watch.call, SIGNALS_ROUND, page.number), fd)
-            mailbox.send(peer, hello, buffer.fd_for(peer))
+            mailbox.send(peer, encoded, buffer.fd_for(peer))
 
     def _publish(self) -> Published:
         """Where this rank's tensors are; if they cannot be exported, where it packs messages."""
