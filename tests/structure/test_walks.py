@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
 
 WALK = Path(__file__).parents[2] / "benchmarks" / "walk.py"
 
 
+@pytest.mark.skipif(find_spec("torch") is None, reason="activations need torch")
 def test_requests_run_through_few_files() -> None:
     command = [sys.executable, str(WALK), "plan", "convert", "activations"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
