@@ -144,7 +144,7 @@ def move(
     if (
         # A DTensor gets other placements on its own mesh, and nothing else is asked for.
         (type(to) is tuple and _dtensors is not None and type(tensor) is _dtensors.DTensor)
-        and (len(to) == 2 and to[0] is tensor.device_mesh and async_op is False and grad == "sum")
+        and (len(to) == 2 and to[0] is tensor._spec.mesh and async_op is False and grad == "sum")
         and (have is None and want is None and into is None and group is None and cast_to is None)
         and (shape is None and dtype is None and device is None and memory is None and not options)
         and (forward_dtype is None and backward_dtype is None and not num_modes())

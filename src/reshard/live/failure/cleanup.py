@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
 import torch.distributed as dist
 
@@ -53,15 +53,14 @@ _abandoned: queue.SimpleQueue[tuple[Ticket, BaseException] | None] = queue.Simpl
 _thread: list[threading.Thread] = []
 
 T = TypeVar("T")
-P = ParamSpec("P")
+Ts = TypeVarTuple("Ts")
 
 
 def with_ticket(
     group: dist.ProcessGroup | None,
     ranks: Callable[[], Iterable[int]] | None,
-    action: Callable[Concatenate[Ticket, P], T],
-    *args: P.args,
-    **options: P.kwargs,
+    action: Callable[[Ticket, *Ts], T],
+    *args: *Ts,
 ) -> T:
     """Run one call of the user, which gets a ticket; see `Ticket` for ``ranks``."""
     if not _thread:
@@ -78,7 +77,7 @@ def with_ticket(
                 for other in open_tickets.copy():
                     if other is not ticket and other.owner == ticket.owner:
                         abandon(other, LiveError(f"rank {dist.get_rank()} was interrupted twice"))
-            return action(ticket, *args, **options)
+            return action(ticket, *args)
         except UndecidedError as undecided:
             raise abandon(ticket, undecided) from None
         except BaseException as error:
