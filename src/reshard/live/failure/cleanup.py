@@ -58,16 +58,16 @@ Ts = TypeVarTuple("Ts")
 
 def with_ticket(
     group: dist.ProcessGroup | None,
-    ranks: Callable[[], Iterable[int]] | None,
+    ranks: Callable[[*Ts], Iterable[int]] | None,
     action: Callable[[Ticket, *Ts], T],
     *args: *Ts,
 ) -> T:
-    """Run one call of the user, which gets a ticket; see `Ticket` for ``ranks``."""
+    """Run one call of the user, which gets a ticket; ``ranks`` finds those that ``args`` name."""
     if not _thread:
         thread = threading.Thread(target=_serve, daemon=True, name="reshard-cleanup")
         thread.start()
         _thread[:] = [thread]
-    ticket = Ticket(group, ranks)
+    ticket = Ticket(group, ranks, args)
     with ticket.inside:
         ticket.entered = True
         try:
@@ -176,7 +176,7 @@ def _intended_session(ticket: Ticket) -> Session | None:
     ranks = members = set(dist.get_process_group_ranks(group))
     if ticket.ranks is not None:
         with contextlib.suppress(Exception):  # the arguments may be wrong
-            ranks = set(ticket.ranks())
+            ranks = set(ticket.ranks(*ticket.arguments))
     if not ranks or not ranks <= members:
         ranks = members
     is_one = len(ranks) > 1 and dist.get_rank() in ranks and not is_inherited(group)
