@@ -183,6 +183,20 @@ def small(num: int, quick: bool) -> Iterator[Case]:
     yield case_of("eager messages instead of rendezvous: 16 KiB", make, tensors, None, off, 50)
 
 
+def equal_messages(num: int, quick: bool) -> Iterator[Case]:
+    """Rows to whole tensors: every rank sends the same to all others."""
+    rows, _, whole = layouts(num)
+    off = patched(messages.Message, "content", property(lambda _: object()))
+    for side in (512, 1024, 1792):
+
+        def make(side: int = side) -> rs.Plan:
+            return rs.plan(rows, whole, shape=(side, side), dtype="float32")
+
+        tensors = {"tensor": torch.randn(side // num, side)}
+        name = f"equal messages to several peers packed once: {side}x{side}"
+        yield case_of(name, make, tensors, None, off, 20)
+
+
 def many_blocks(num: int, quick: bool) -> Iterator[Case]:
     for count in (100, 400):
         move = many(num, count)
@@ -281,11 +295,11 @@ def sums(num: int, quick: bool) -> Iterator[Case]:
     def make() -> rs.Plan:
         return rs.plan(*pair, shape=(side, side), dtype="float32")
 
-    off = patched(reduce, "_add", plain)
+    off = patched(reduce, "add_up", plain)
     yield case_of("two addends without an accumulator: 16 MiB", make, tensors, into, off, 4)
 
 
-CASES = (large, small, many_blocks, strided, without_a_plan, tiny_runs, sums)
+CASES = (large, small, equal_messages, many_blocks, strided, without_a_plan, tiny_runs, sums)
 
 
 if __name__ == "__main__":

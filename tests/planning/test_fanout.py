@@ -243,3 +243,14 @@ def test_seconds_and_the_bottleneck() -> None:
     assert "inside" in inside.bottleneck
     nothing = rs.plan(have, have, shape=(500_000,), dtype="int8", topology=slow).summary()
     assert nothing.seconds == 0.0
+
+
+@pytest.mark.parametrize(("num_addends", "slots"), [(2, 1), (4, 4)])
+def test_two_addends_are_added_up_as_a_whole(num_addends: int, slots: int) -> None:
+    """By both ranks, each of which has one: more addends are added up slot by slot."""
+    mesh = rs.Mesh(dp=num_addends)
+    have, want = rs.Layout(mesh, "- - | sum dp"), rs.Layout(mesh, "- -")
+    plan = rs.plan(have, want, shape=(32, 32), dtype="float32")
+    assert plan.num_rounds == (1 if slots == 1 else 2)
+    boxes = {str(step.box) for rank in plan.ranks for step in plan.for_rank(rank).sends}
+    assert len(boxes) == slots

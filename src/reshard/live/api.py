@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import _thread
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, NoReturn
@@ -62,17 +62,17 @@ def raise_on_all_ranks(
     with_ticket(group, lambda: plan.parties, fail)
 
 
-def skip_exchange(ticket: Ticket, plan: Plan, options: Mapping[str, Any]) -> bool:
+def skip_exchange(ticket: Ticket, plan: Plan, check: str | None = None, tag: object = None) -> bool:
     """End a call of a plan without messages, if the ranks have compared it; whether that is so."""
     if plan.compiled is None:
         return False
     compiled, session = compiled_plan(plan, ticket.group)
     if compiled is None:
         return False
-    if not compiled.is_alone and options.get("check") != "never":
+    if not compiled.is_alone and check != "never":
         if session is None or compiled.key not in session.agreed:
             return False
-        session.close_call(session.begin(ticket, options.get("tag")))
+        session.close_call(session.begin(ticket, tag))
     ticket.finish()
     return True
 

@@ -221,6 +221,8 @@ def _with_direct(flows: list[Flow]) -> list[Flow]:
             rows = int(geometry.wanting.counts[flow.parts().line].sum())
             if rows * geometry.num_addends <= MAX_DIRECT_ROWS:
                 direct[at] = replace(flow, direct=True)
+                if flow.stack.adds:  # all that want the sum add it up: there is nothing to share
+                    direct[at] = replace(direct[at], receiving=flow.receiving.undivided())
     sent = {at: _sent(flow) for at, flow in direct.items()}
     small = sum(int(each.max(initial=0)) for each in sent.values()) <= MAX_DIRECT
     for at, flow in direct.items():

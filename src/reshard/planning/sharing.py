@@ -257,6 +257,11 @@ class Slots:
         shift = base[:-1] - before[lines.first[:-1]]
         return cls(base, before[:-1] + shift[lines.line_of], lines.members, lines.first)
 
+    def undivided(self) -> Slots:
+        """The same lines, each of them one slot."""
+        firsts = self.ranks[self.first[:-1]]
+        return Slots(self.base, self.base[:-1], firsts, np.arange(len(self.base)))
+
 
 def repeated(first: Ints, rows: Ints) -> tuple[Ints, Ints]:
     """All entries of these rows of a ragged table: the number of the row, and the entry."""

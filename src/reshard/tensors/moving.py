@@ -8,9 +8,8 @@ out = rs.move(None, have, want, shape=..., dtype="bfloat16")    # on a rank that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack, overload
 
@@ -144,13 +143,12 @@ def move(
     if (
         # A DTensor gets other placements on its own mesh, and nothing else is asked for.
         (type(to) is tuple and _dtensors is not None and type(tensor) is _dtensors.DTensor)
-        and (len(to) == 2 and to[0] is tensor.device_mesh and async_op is False and grad == "sum")
+        and (len(to) == 2 and to[0] is tensor._spec.mesh and async_op is False and grad == "sum")
         and (have is None and want is None and into is None and group is None and cast_to is None)
         and (shape is None and dtype is None and device is None and memory is None and not options)
         and (forward_dtype is None and backward_dtype is None and not num_modes())
     ):
-        ranks = partial(_named_ranks, (tensor,))
-        return with_ticket(None, ranks, _repeat_or_move, tensor, to)
+        return with_ticket(None, _named_ranks, _repeat_or_move, tensor, to)
     request = Request(
         tensor, to, have, want, shape, dtype, cast_to, device, memory, into,
         forward_dtype, backward_dtype, grad, async_op, options,
@@ -166,11 +164,14 @@ def move(
             # In a call of its own: a layout cannot express the placements of the tensor.
             on_mesh = (tensor.device_mesh, placements)
             request = request._replace(tensor=move(tensor, to=on_mesh, group=group, **options))
-    ranks = partial(_named_ranks, (tensor, have, want, to))
-    return with_ticket(group, ranks, _move, request)
+    return with_ticket(group, _ranks_of, _move, request)
 
 
-def _named_ranks(arguments: Iterable[Any]) -> set[int]:
+def _ranks_of(request: Request) -> set[int]:
+    return _named_ranks(request.tensor, request.have, request.want, request.to)
+
+
+def _named_ranks(*arguments: Any) -> set[int]:
     """The ranks that the arguments of a move name, as far as they can be understood."""
     ranks: set[int] = set()
     for argument in arguments:

@@ -205,7 +205,7 @@ class TensorMove:
         if local is None or local.shape != shapes[0]:
             return None
         options_from(options)  # raises if there is no such option
-        if not skip_exchange(ticket, self.plan, options):
+        if not skip_exchange(ticket, self.plan, options.get("check"), options.get("tag")):
             # The source is the result, so it is not freed, even if it is donated.
             kept = options_from({**options, "donate": False}, local.device)
             Call(ticket, self.plan, sources, None, kept, grad=grad, resolves=True).run()

@@ -49,6 +49,16 @@ def test_a_message_is_eager_up_to_a_size() -> None:
     assert (message.reads, message.staged_bytes, message.is_eager) == ([], 8 << 20, True)
 
 
+@pytest.mark.parametrize(("words", "equal"), [("- -", True), ("- tp", False)])
+def test_messages_of_the_same_bytes_have_the_same_content(words: str, equal: bool) -> None:
+    """The host transport packs them once."""
+    mesh = rs.Mesh(tp=3)
+    plan = rs.plan(rs.Layout(mesh, "tp -"), rs.Layout(mesh, words), shape=(6, 6), dtype="float32")
+    sends = Program(plan, 0, {}).round(0).sends
+    one, other = (HOST.message(peer, transfers, direct=True) for peer, transfers in sends.items())
+    assert (one.content == other.content) is equal
+
+
 @pytest.mark.parametrize("policy", [GLOO, NCCL], ids=["gloo", "nccl"])
 def test_over_a_network_large_blocks_without_gaps_go_directly(policy: Policy) -> None:
     for num_bytes, mode in (

@@ -207,6 +207,8 @@ def test_calls_are_counted_in_any_order_and_once() -> None:
     for call, finished in ((1, 3), (5, 3), (3, 4), (3, 4), (4, 6), (6, 7)):
         mailbox.close(call)
         assert mailbox.num_finished == finished
+    mailbox.close(9, 8, 7, 3)
+    assert mailbox.num_finished == 10
     assert not mailbox._over
     mailbox.shut()
     sockets[1].close()

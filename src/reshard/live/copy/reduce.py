@@ -261,6 +261,10 @@ def add_up(op: str, dtype: str, total: Array, addends: Sequence[Array]) -> int:
     >>> total.tolist()
     [3.0, 3.0, 3.0]
     """
+    if len(addends) == 2 and op != "avg" and dtype not in HALVES:
+        # In one pass, so slices and sums of slices are of no use.
+        OPS[op](addends[0], addends[1], out=total)
+        return 0
     add = _add_halves if dtype in HALVES else _add
     if total.nbytes <= SLICE_BYTES:
         return add(op, dtype, total, addends)
@@ -271,9 +275,6 @@ def add_up(op: str, dtype: str, total: Array, addends: Sequence[Array]) -> int:
 
 
 def _add(op: str, dtype: str, total: Array, addends: Sequence[Array]) -> int:
-    if len(addends) == 2 and op != "avg":
-        OPS[op](addends[0], addends[1], out=total)
-        return 0
     sums = np.empty(total.shape, total.dtype)
     OPS[op](addends[0], addends[1], out=sums)
     for addend in addends[2:]:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
 import torch.distributed as dist
 
@@ -53,22 +53,21 @@ _abandoned: queue.SimpleQueue[tuple[Ticket, BaseException] | None] = queue.Simpl
 _thread: list[threading.Thread] = []
 
 T = TypeVar("T")
-P = ParamSpec("P")
+Ts = TypeVarTuple("Ts")
 
 
 def with_ticket(
     group: dist.ProcessGroup | None,
-    ranks: Callable[[], Iterable[int]] | None,
-    action: Callable[Concatenate[Ticket, P], T],
-    *args: P.args,
-    **options: P.kwargs,
+    ranks: Callable[[*Ts], Iterable[int]] | None,
+    action: Callable[[Ticket, *Ts], T],
+    *args: *Ts,
 ) -> T:
-    """Run one call of the user, which gets a ticket; see `Ticket` for ``ranks``."""
+    """Run one call of the user, which gets a ticket; ``ranks`` finds those that ``args`` name."""
     if not _thread:
         thread = threading.Thread(target=_serve, daemon=True, name="reshard-cleanup")
         thread.start()
         _thread[:] = [thread]
-    ticket = Ticket(group, ranks)
+    ticket = Ticket(group, ranks, args)
     with ticket.inside:
         ticket.entered = True
         try:
@@ -78,7 +77,7 @@ def with_ticket(
                 for other in open_tickets.copy():
                     if other is not ticket and other.owner == ticket.owner:
                         abandon(other, LiveError(f"rank {dist.get_rank()} was interrupted twice"))
-            return action(ticket, *args, **options)
+            return action(ticket, *args)
         except UndecidedError as undecided:
             raise abandon(ticket, undecided) from None
         except BaseException as error:
@@ -177,7 +176,7 @@ def _intended_session(ticket: Ticket) -> Session | None:
     ranks = members = set(dist.get_process_group_ranks(group))
     if ticket.ranks is not None:
         with contextlib.suppress(Exception):  # the arguments may be wrong
-            ranks = set(ticket.ranks())
+            ranks = set(ticket.ranks(*ticket.arguments))
     if not ranks or not ranks <= members:
         ranks = members
     is_one = len(ranks) > 1 and dist.get_rank() in ranks and not is_inherited(group)

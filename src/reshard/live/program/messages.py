@@ -139,6 +139,11 @@ class Message:
         transfers = (*(transfer for transfer, _ in self.staged), *self.reads)
         return not self.writes and all(transfer.hop == 0 for transfer in transfers)
 
+    @property
+    def content(self) -> tuple[object, ...]:
+        """What is staged: equal for messages that stage the same bytes of the same tensors."""
+        return tuple(transfer.content for transfer, _ in self.staged)
+
     def pack(self, copies: CopyList, at: int, staging: int) -> None:
         """Add the copies that stage it at an offset of the staging buffer."""
         for one, offset in self.staged:

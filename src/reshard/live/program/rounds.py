@@ -88,6 +88,12 @@ class Transfer:
         """Whether bytes are copied from one tensor to the other unchanged."""
         return self.addend < 0 and self.source.dtype == self.dtype == self.destination.dtype
 
+    @property
+    def content(self) -> tuple[object, ...]:
+        """What travels: equal for transfers of the same blocks, whoever receives them."""
+        columns = (self.width, self.source.base, self.source.offset, self.source.strides)
+        return self.dtype, *(column.tobytes() for column in columns)
+
     def in_message(self, offset: int, base: int) -> Place:
         """Where its blocks are in a message, in which it begins at an offset."""
         return Place.in_message(self.width, offset + self.at * self.itemsize, base, self.dtype)

@@ -147,19 +147,21 @@ class Mailbox:
             self._count_skipped()
         return self._inboxes.get(call) or self._inboxes.setdefault(call, Inbox())
 
-    def close(self, call: int) -> None:
-        """Close the inbox of a call that is over; late messages are dropped.
+    def close(self, *calls: int) -> None:
+        """Close the inboxes of calls that are over; late messages are dropped.
 
-        Its buffers stay mapped: the cleanup thread closes calls whose threads may still read them.
+        Their buffers stay mapped: the cleanup thread closes calls whose threads may still read
+        them.
         """
         with self._lock:
-            closed = self._inboxes.pop(call, None)
-            if closed is not None and closed.waiting:
-                self.waiting |= closed.waiting
-            if call > self.num_finished:
-                self._over.add(call)
-            elif call == self.num_finished:  # else closed before, or before the connections
-                self.num_finished = call + 1
+            for call in calls:
+                closed = self._inboxes.pop(call, None)
+                if closed is not None and closed.waiting:
+                    self.waiting |= closed.waiting
+                if call == self.num_finished:
+                    self.num_finished = call + 1
+                elif call > self.num_finished:  # else closed before, or before the connections
+                    self._over.add(call)
             while self.num_finished in self._over:
                 self.num_finished += 1
                 self._over.discard(self.num_finished - 1)
@@ -171,11 +173,11 @@ class Mailbox:
             self._count_skipped()
 
     def _count_skipped(self) -> None:
-        for call in tuple(self._skipped):
-            if call >= self._next_call:
-                self._next_call = call + 1
-            self.close(call)
-            self._skipped.discard(call)
+        calls = sorted(self._skipped)
+        if calls:  # else another thread has counted them
+            self._next_call = max(self._next_call, calls[-1] + 1)
+            self.close(*calls)
+            self._skipped.difference_update(calls)
 
     def have_read(self, calls: Mapping[int, int]) -> bool:
         """Whether each of these peers has finished its call, and reads no message of it again."""

@@ -65,11 +65,14 @@ class Ticket:
     """Whether the call may still enqueue GPU work, as far as is known."""
 
     def __init__(
-        self, group: dist.ProcessGroup | None, ranks: Callable[[], Iterable[int]] | None = None
+        self,
+        group: dist.ProcessGroup | None,
+        ranks: Callable[..., Iterable[int]] | None = None,
+        arguments: tuple[object, ...] = (),
     ) -> None:
         self.group = group
-        self.ranks = ranks
-        """The ranks that the arguments of the call name; None: those of the group."""
+        self.ranks, self.arguments = ranks, arguments
+        """Finds the ranks that the arguments of the call name; None: those of the group."""
         self.owner: int | None = get_ident()
         """The user's thread that makes the call; None if a thread of reshard does."""
         self.inside = allocate_lock()
@@ -83,6 +86,7 @@ class Ticket:
         open_tickets.pop(self, None)
         # The call and its ticket refer to each other: its tensors must not wait for the collector.
         self.undo = self.watch = self.ranks = None
+        self.arguments = ()
 
 
 class Session(Member):

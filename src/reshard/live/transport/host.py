@@ -314,17 +314,22 @@ class HostTransport(Transport):
         sent = self._compiled(round_, ()).eager if masked and not number else None
         batches: tuple[dict[int, Message], ...] = ({}, {})
         lists, at = (CopyList(), CopyList()), start
+        places: dict[object, int] = {}
+        """Where each content is staged: messages with the same content are packed once."""
         # Each rank begins with another peer: several that write to one slow each other down.
         for peer in sorted(round_.sends, key=lambda peer: (peer < self.program.rank, peer)):
             if peer in self.peers:
                 message = self._message(peer, round_.sends[peer], True, masked)
                 eager = not number and (message.is_eager if sent is None else peer in sent)
-                at += -at % message.alignment
-                message.pack(lists[eager], at, staging)
+                content = eager, message.content
+                if content not in places:
+                    at += -at % message.alignment
+                    message.pack(lists[eager], at, staging)
+                    places[content] = at
+                    at += message.staged_bytes
                 iovecs = IovecPlan(message.writes, True) if message.writes else None
-                awaited = self._is_awaited(message)
-                batches[eager][peer] = replace(message, offset=at, iovecs=iovecs, awaited=awaited)
-                at += message.staged_bytes
+                at_, awaited = places[content], self._is_awaited(message)
+                batches[eager][peer] = replace(message, offset=at_, iovecs=iovecs, awaited=awaited)
         receives = {}
         for peer in self.peers & round_.receives.keys():
             message = self._message(peer, round_.receives[peer], False, masked)

@@ -267,7 +267,7 @@ def repeat(ticket: Ticket, tensor: DTensor, target: OnMesh) -> DTensor | None:
     ):
         return None
     if is_unmoved:
-        if not skip_exchange(ticket, move.plan, NO_OPTIONS):
+        if not skip_exchange(ticket, move.plan):
             return None
         moved = local.detach()
     else:
