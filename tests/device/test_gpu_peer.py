@@ -52,7 +52,7 @@ def test_moves_by_peer_memory() -> None:
         "given_ways",
         "disjoint",
         "in_flight",
-        "ahead",
+        "crossed",
         "overtaken",
         "streams",
     )

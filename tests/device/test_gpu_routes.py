@@ -2,15 +2,12 @@
 
 import os
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import reshard as rs
-from reshard.live.session.control import Released
-from reshard.live.session.mailbox import Mailbox
 from reshard.live.session.session import all_connections
 from reshard.live.transport.gpu_routes import GpuRoutes, choose_routes
 from reshard.live.transport.nccl import NcclGroups
@@ -94,35 +91,6 @@ def moves(rank: int, setting: str) -> list[str]:
     rs.check()
     dist.barrier()
     return [labels[peer] for peer in sorted(labels)]
-
-
-def messages(rank: int) -> tuple[int, int]:
-    """How many times this rank says that it has enqueued its reads: to all ranks, and to a half."""
-    stand_in.use(peer_memory=True)
-    torch.set_num_threads(1)
-    line, half = rs.Mesh(tp=4), rs.Mesh(tp=2, ranks=[0, 1])
-    rows, columns = rs.Layout(line, "tp -"), rs.Layout(line, "- tp")
-    sent, send = list[object](), Mailbox.send
-    counts = []
-
-    def note(mailbox: Mailbox, peer: int, message: Any, *fd: Any) -> None:
-        sent.append(type(message))
-        send(mailbox, peer, message, *fd)
-
-    with mock.patch.object(Mailbox, "send", note):
-        for have, want in ((rows, columns), (rows, rs.Layout(half, "tp -"))):
-            mine, sent[:] = FULL.chunk(4)[rank], []
-            rs.move(mine, have, want, shape=FULL.shape, timeout=20)
-            counts.append(sent.count(Released))
-    dist.barrier()
-    return counts[0], counts[1]
-
-
-def test_readers_answer_ranks_that_do_not_hear_from_all_others() -> None:
-    """Rank 1 hears from all ranks: rank 0 reads from it. It reads from ranks 2 and 3 itself."""
-    with fresh_ranks(4) as ranks:
-        outcomes = ranks.outcomes(messages, timeout=80)
-    assert [getattr(one, "value", one) for one in outcomes] == [(0, 0), (0, 2), (0, 0), (0, 0)]
 
 
 def run(setting: str) -> list[Any]:

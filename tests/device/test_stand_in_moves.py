@@ -54,7 +54,7 @@ def exit_code(outcome: Outcome) -> int | None:
 def test_moves_over_a_stand_in(tmp_path: Path, transport: str) -> None:
     """Values first, then what fails; the last scenario kills a rank."""
     right = ("casts", "sums", "given_ways", "disjoint", "in_flight", "overtaken", "gradients")
-    own = ("behind",) if transport == "nccl" else ("ahead", "released", "gives_up")
+    own = ("behind",) if transport == "nccl" else ("crossed", "released", "gives_up")
     names = (*right, "gathers", "pairs", "states", "refusals", "absent", *own, "killed")
     run_forked(tmp_path, *names, codes=(0, 0, 0, -9), transport=transport)
 

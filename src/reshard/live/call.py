@@ -158,12 +158,10 @@ class Call:
         if report is not None:
             report.transports = {peer: t.label(peer) for t in self._transports for peer in t.peers}
             report.setup = time.perf_counter() - began
-        for transport in self._transports:
-            transport.send_hellos()
+        if watch is not None and self._transports:
+            self._shake_hands(watch, program)
         if self.into and not options.atomic:
             bound.note_written()
-        if watch is not None and self._transports:
-            self._await_hellos(watch, program)
         exchange.run()
         if program.part.fills:
             fill_zeros(program, bound.tensors)
@@ -273,8 +271,9 @@ class Call:
         atomic, tag = self.options.atomic, self.ticket.tag
         return Signature(self.plan, self._transport, atomic, where, grad, tag)
 
-    def _await_hellos(self, watch: Watch, program: Program) -> None:
-        """Wait until all peers are in the call, and compare what they say of it."""
+    def _shake_hands(self, watch: Watch, program: Program) -> None:
+        for transport in self._transports:
+            transport.send_hellos()
         hellos, peers = watch.inbox.hellos, self._transports[0].peers
         for transport in self._transports[1:]:
             peers |= transport.peers

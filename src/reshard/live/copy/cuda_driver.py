@@ -34,6 +34,8 @@ WAIT, WRITE = 4, 5
 """CU_STREAM_MEM_OP_WAIT_VALUE_64, until the value is at least this, and _WRITE_VALUE_64."""
 
 _OPERATION = struct.Struct("<6Q")  # kind, address, value; flags, alias and padding are 0
+MAX_OPERATIONS = 255
+"""The driver takes no more at once."""
 
 NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: the thread that calls has none
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for work on the default stream
@@ -172,8 +174,10 @@ class Driver:
 
     def enqueue(self, stream: int, operations: Iterable[Operation]) -> None:
         """Let a stream wait for signals and write signals, after all of its work so far."""
-        packed = b"".join([_OPERATION.pack(*one, 0, 0, 0) for one in operations])
-        self._call("cuStreamBatchMemOp_v2", stream, len(packed) // _OPERATION.size, packed, 0)
+        packed = [_OPERATION.pack(*one, 0, 0, 0) for one in operations]
+        for at in range(0, len(packed), MAX_OPERATIONS):
+            some = packed[at : at + MAX_OPERATIONS]
+            self._call("cuStreamBatchMemOp_v2", stream, len(some), b"".join(some), 0)
 
     def view(self, address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
         """Device memory that torch has not allocated, as bytes that the tensor does not own."""

@@ -95,8 +95,9 @@ def fail_and_close(watch: Watch | None, error: ReshardError, close: Callable[[],
         if watch is not None:
             watch.fail_with(error)
         raise error
-    finally:
+    except (ReshardError, CallAheadError):
         close()
+        raise
 
 
 def abandon(ticket: Ticket, error: BaseException) -> BaseException:

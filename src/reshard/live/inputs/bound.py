@@ -143,6 +143,7 @@ class AcceptedTensors:
                 return False
         addresses = bound.addresses
         bound.tensors.update(zip(self._numbers, tensors))  # noqa: B905 - one place per number
+        bound.last_bound = tensors
         if self._in_a_row:
             addresses[self._slots] = places
         else:
@@ -170,6 +171,8 @@ class BoundTensors:
     _sides: tuple[Side, ...] = ()
     """Those with large tensors that were given."""
     _table: Ints | None = None
+    last_bound: Sequence[torch.Tensor] = ()
+    """The tensors of the side that was bound last."""
     is_host = True
     """Whether all tensors are in the memory of the host."""
     is_plain = True
@@ -199,6 +202,7 @@ class BoundTensors:
         if side.accepted is not None and side.accepted.bind(self, given):
             return
         side.check_names(given)
+        before = len(self.tensors)
         may_recur = 0 < len(given) == len(side.specs) and hasattr(guards, "TensorGuards")
         all_strides, on_devices = dict[int, Any](), list[int]()
         for local in side.specs:
@@ -225,6 +229,7 @@ class BoundTensors:
                 on_devices.append(number)
         if all_strides or on_devices:
             self.note_special(all_strides, on_devices, {self.tensors[n].device for n in on_devices})
+        self.last_bound = [*self.tensors.values()][before:]
         if may_recur:
             side.accepted = AcceptedTensors(side.specs, self)
 
@@ -267,8 +272,8 @@ class BoundTensors:
                     collapse(tensor)
 
     def note_written(self) -> None:
-        """Tell autograd that the given results change, as in-place operations do."""
-        torch.autograd.graph.increment_version([*self.result.values()])
+        """Tell autograd that the tensors of the last side change, as in-place operations do."""
+        torch.autograd.graph.increment_version(self.last_bound)
 
     @property
     def table(self) -> Ints:

@@ -44,8 +44,6 @@ class Hello(NamedTuple):
     the version of the table of GPU memory in ``buffer``."""
     signals: int = 0
     """The shared buffer with the signals of its GPU, if peers read its GPU memory; else 0."""
-    asks: int = 0
-    """1 if peers that read its GPU memory have to say when their reads are enqueued."""
     eager: int = 0
     """1 if its message of the first round is ready; it then has no Ready of its own."""
     buffer: int = 0
@@ -105,9 +103,9 @@ MAX_RANKS = 256
 """Ranks, counted with repetition, of the sessions whose calls a cause names. Above that it names no
 calls: a rank skips those calls when it finds the deadlock itself."""
 
-_MAGIC = b"rsh5"
+_MAGIC = b"rsh4"
 _FIELDS: dict[type, str] = {
-    Hello: "Q16sQQQQQQQQQQQ",
+    Hello: "Q16sQQQQQQQQQQ",
     Ready: "QQQQ",
     Released: "QQ",
     Retired: "QQ",

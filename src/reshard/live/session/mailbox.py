@@ -44,6 +44,10 @@ MAX_AHEAD = 1024
 MAX_SKIPPED = 64
 """Calls without an exchange that are counted together: each by itself costs as much as the call."""
 
+YIELD_SECONDS = 0.0002
+"""How long a thread that polls without a pause lets another one poll: that one needs the
+interpreter to file what it has received."""
+
 DISPENSABLE = {Abort, Alive, Retired, Waiting}
 """Messages that a peer can do without: it sees an abort in flags and in the store too, and a
 buffer that it does not unmap costs only memory."""
@@ -224,7 +228,7 @@ class Mailbox:
         any two bytecodes here, so `recvmsg` and the append to `_received` are one call of C.
         """
         if not self._polling.try_acquire():
-            self._sleep(seconds)
+            self._sleep(seconds or YIELD_SECONDS)
             return
         try:
             self._file_received()  # what an exception has left there

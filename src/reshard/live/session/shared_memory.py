@@ -13,7 +13,6 @@ import ctypes
 import fcntl
 import mmap
 import os
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import count
 from operator import attrgetter, ge
@@ -211,7 +210,6 @@ SIGNAL_SLOTS = 1024
 """Calls whose signals a page holds at a time."""
 SIGNAL_BYTES = (OVER + 1) * SIGNAL_SLOTS * 8
 LAST_STEP = (1 << 32) - 1
-SETTLE_SECONDS = 0.1
 
 
 class Signals:
@@ -293,13 +291,3 @@ class CallSignals:
         self.aborted = True
         for signals in (self.own, *self.peers.values()):
             signals.release(self.call)
-
-    def settle(self) -> None:
-        """After an abort: release the stream of this rank until it has passed, for a moment.
-
-        The stream of a peer that was killed may have written a lower step after the abort.
-        """
-        end = time.monotonic() + SETTLE_SECONDS
-        while not self.own.is_over(self.call) and time.monotonic() < end:
-            self.abort()
-            time.sleep(0.001)

@@ -241,8 +241,8 @@ class GpuMemory(Resource):
         self.driver = driver
         self.exports, self.mappings = Exports(driver), Mappings(driver)
         self.addends = StagingBuffer()  # addends that this rank has read from peers
-        self._running: dict[int, None] = {}
-        """Calls whose GPU work may not be done yet."""
+        self._running: dict[int, int] = {}
+        """Calls whose GPU work may not be done yet, and their streams."""
         self.packing: tuple[int, int] | None = None
         """Address and size of the buffer in which this rank packs what peers cannot read."""
         self._published: dict[tuple[bytes, tuple[int, ...], bool], Published] = {}
@@ -317,18 +317,14 @@ class GpuMemory(Resource):
                 self.driver.free(address)
 
     def enqueue_end(
-        self,
-        signals: CallSignals,
-        stream: int,
-        waits: Iterable[tuple[int, int, int]] = (),
-        writes: Iterable[tuple[int, int]] = (),
+        self, signals: CallSignals, stream: int, waits: Iterable[tuple[int, int, int]] = ()
     ) -> None:
-        """`CallSignals.enqueue`, then signal that the stream has nothing left to do in the call."""
-        signals.enqueue(stream, waits, [*writes, (OVER, LAST_STEP)])
+        """Let a stream wait for signals, and then signal that it has nothing left to do."""
+        signals.enqueue(stream, waits, [(OVER, LAST_STEP)])
         for call in tuple(self._running):
             if signals.own.is_over(call):
                 self._running.pop(call, None)
-        self._running[signals.call] = None
+        self._running[signals.call] = stream
 
     @property
     def is_idle(self) -> Callable[[], bool]:
@@ -337,9 +333,9 @@ class GpuMemory(Resource):
         return lambda: own is None or all(map(own.is_over, running))
 
     def after_last_call(self, stream: int) -> None:
-        """Let a stream wait for the GPU work of all calls so far."""
-        own = self.signals
-        calls = [call for call in tuple(self._running) if not own.is_over(call)]
+        """Let a stream wait for the GPU work of all calls so far, on other streams."""
+        own, running = self.signals, self._running.copy()
+        calls = [one for one, by in running.items() if by != stream and not own.is_over(one)]
         waits = [(WAIT, own.address_of(OVER, call), call << 32 | LAST_STEP) for call in calls]
         if waits:
             self.driver.enqueue(stream, waits)

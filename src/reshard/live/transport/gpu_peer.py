@@ -32,7 +32,7 @@ from reshard.live.program.blocks import CopyList
 from reshard.live.program.messages import GRID, Message, lay_out, message_of
 from reshard.live.program.rounds import Program, Round
 from reshard.live.session.control import Cause, Hello, Ready, Released, encode
-from reshard.live.session.shared_memory import DONE, LAST_STEP, REACHED, CallSignals
+from reshard.live.session.shared_memory import DONE, REACHED, CallSignals
 from reshard.live.transport.base import Transport
 from reshard.live.transport.gpu_memory import GpuMemory, Published, Table
 from reshard.live.transport.gpu_pulls import (
@@ -68,10 +68,6 @@ class GpuPeerTransport(Transport):
     _bases: Ints  # the base addresses of all tensors, here and on peers
     _addresses: TensorTable  # the same without tensors
     addends: torch.Tensor | None = None  # the staging buffer, for addends that were read
-    _asks = False
-    """Whether peers have to say when their reads are enqueued: only then may the stream wait for
-    them. If all ranks have told this one that they are in the call, each of them will enqueue its
-    reads without waiting for anybody else, so the stream may wait at once."""
 
     def __init__(
         self,
@@ -89,7 +85,6 @@ class GpuPeerTransport(Transport):
         if self._memory.may_poll:
             watch.poll_seconds = POLL_SECONDS
         self._stream = stream_of(device)
-        self._asks = len(self.peers) + 1 < len(watch.connections.ranks)
         self._here: dict[int, set[int]] = {}  # by round, the peers whose messages have come
         self._awaited: dict[tuple[int, int], int] = {}
         """The last step for which the stream waits, by peer and kind of signal."""
@@ -121,10 +116,8 @@ class GpuPeerTransport(Transport):
             published = self._publish()
         version, buffer, self._packs = published
         page, mailbox = own.page, watch.mailbox
-        # The next call may publish another table before peers have read this one.
-        buffer.loans |= dict.fromkeys(self.peers, watch.call)
         places = {"signals": page.number, "table_at": version, "buffer": buffer.number}
-        hello = watch.hello(on_gpu=1, strided=int(self._packs), asks=int(self._asks), **places)
+        hello = watch.hello(on_gpu=1, strided=int(self._packs), **places)
         encoded = encode(hello)
         for peer in self.peers:
             fd = page.fd_for(peer)
@@ -329,12 +322,10 @@ class GpuPeerTransport(Transport):
         pull.copies.launch(tensors)
 
     def _finish_reading(self, rounds: Sequence[int]) -> None:
-        """Signal that all messages of these rounds were read, and tell the senders that ask."""
+        """Signal that all messages of these rounds were read, and tell the senders."""
         self._signals.enqueue(self._stream, writes=[(DONE, done_step(rounds[-1]))])
-        hellos = self.watch.inbox.hellos
-        asking = frozenset(peer for peer in self.peers if hellos[peer].asks)
-        for number in rounds if asking else ():
-            for peer in asking & self.program.round(number).receives.keys():
+        for number in rounds:
+            for peer in self.peers & self.program.round(number).receives.keys():
                 self.watch.mailbox.send(peer, Released(self.watch.call, number))
 
     def _view(self, base: int, address: int) -> torch.Tensor:
@@ -354,9 +345,11 @@ class GpuPeerTransport(Transport):
     # The end of a round ------------------------------------------------------------------------
 
     def unreleased(self, round_: Round) -> Collection[int]:
-        """Peers that have not enqueued their reads of this rank's messages, if it asks them."""
-        if not self._asks:
-            return ()
+        """Peers that have not enqueued their reads of this rank's messages.
+
+        A stream waits only for what is enqueued. Otherwise two calls in two threads could wait for
+        each other, as every rank enqueues them in an order of its own.
+        """
         released = self.watch.inbox.released
         awaited = self.peers & round_.sends.keys()
         return [peer for peer in awaited if (peer, round_.number) not in released]
@@ -385,9 +378,7 @@ class GpuPeerTransport(Transport):
         self._in_flight.end_turn()
         if not ok and self._entered:
             self._signals.abort()
-            self._in_flight.give_up(self._signals)
+            self._in_flight.give_up()
             with self._memory.using(self.device), contextlib.suppress(CudaError):
-                # After lower steps that the stream writes in spite of the abort.
-                last = [(kind, LAST_STEP) for kind in (REACHED, DONE)]
-                self._memory.enqueue_end(self._signals, self._stream, writes=last)
+                self._memory.enqueue_end(self._signals, self._stream)
         self._closed = True  # last: an exception of a signal handler may have come before the abort

@@ -192,7 +192,7 @@ class HostTransport(Transport):
             self._stage(first, 1)
         published = self._published = bound.published
         strided, table_at = int(not bound.is_plain), published.buffer_info()[0]
-        fields = (*self.watch.hello_fields, 0, strided, table_at, 0, 0)
+        fields = (*self.watch.hello_fields, 0, strided, table_at, 0)
         for peer in self.peers:
             send = messages.get(peer)
             if send is None:

@@ -42,9 +42,6 @@ class Abortable(Protocol):
     def abort(self) -> None:
         """End all exchanges in flight within a second; what they received is undefined."""
 
-    def settle(self) -> None:
-        """What is left to do after an abort, in the thread that watches."""
-
 
 class Work(Protocol):
     """An exchange in flight."""
@@ -102,12 +99,9 @@ class InFlightCall:
             self.error = error
         for group in self._groups:
             group.abort()
-            self._calls.submit(group.settle)
 
-    def give_up(self, group: Abortable | None = None) -> None:
-        """Stop the exchanges of a call that raises its error itself, and those on this group."""
-        if group is not None and group not in self._groups:
-            self._groups.append(group)
+    def give_up(self) -> None:
+        """Stop the exchanges of a call that raises its error itself."""
         self.raised = True
         cause = self.watch.cause or Cause("error", "a move was aborted")
         error = cause.error("")

@@ -102,9 +102,6 @@ class NcclGroup:
                 self._worker.end()
                 self._backend.abort()
 
-    def settle(self) -> None:
-        """NCCL ends everything in its abort."""
-
     def close(self, wait: WaitForTask | None = None) -> None:
         """Close the group; collective, and only after all exchanges of all ranks are done."""
         if not self.aborted:
