@@ -299,15 +299,12 @@ class BoundTensors:
 def _allocator_on(device: torch.device) -> Callable[..., torch.Tensor]:
     """Allocates a tensor of a shape, strides and dtype on a device.
 
-    The functions that compiled code allocates with take a quarter of the time of torch.empty, which
-    is most of the time of a move into many new small tensors.
+    The function that compiled code allocates with on the host takes a quarter of the time of
+    torch.empty, which is most of the time of a move into many new small tensors. That for GPUs
+    keeps other threads from running while the driver frees memory: it may wait for a stream that
+    one of them has to release.
     """
-    allocate: Callable[..., torch.Tensor] | None = None
-    if device.type == "cpu":
-        allocate = _empty_on_host
-    elif device.type == GPU and device.index == torch.cuda.current_device():
-        allocate = getattr(guards, "_empty_strided_cuda", None)
-    return allocate or (
+    return (_empty_on_host if device.type == "cpu" else None) or (
         lambda shape, strides, dtype: torch.empty_strided(
             shape, strides, dtype=dtype, device=device
         )
