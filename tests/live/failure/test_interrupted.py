@@ -8,12 +8,15 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from reshard.errors import LiveError
+from reshard.live.failure.watch import Watch
+from reshard.live.transport.host import HostTransport
 from tests.live.failure.faults import TRANSPORTS, Tried, check_same, plan_of, source_of, tried
 from tests.ranks.outcome import Returned
 from tests.ranks.pool import fresh_ranks
@@ -126,3 +129,35 @@ def interrupted_well(how: str, transport: str) -> bool:
     for rank, one in others.items():
         assert one.ended - sent < within(2.0) + asleep * (rank == LATE), others
     return True
+
+
+def interrupt_while_failing(rank: int) -> list[Tried]:
+    """Rank 1 finds an error of its own, and Ctrl-C comes before the others know of it."""
+    plan = plan_of()
+    given, post = source_of(plan, rank), Watch.post
+    plan.run(given)
+
+    def fail(*_: object) -> None:
+        raise LiveError("an error of the transport")
+
+    def post_after_ctrl_c(watch: Watch, cause: Any) -> Any:
+        Watch.post = post  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    sends = fail if rank == VICTIM else HostTransport.send_hellos
+    posts = post_after_ctrl_c if rank == VICTIM else post
+    with patch.object(HostTransport, "send_hellos", sends), patch.object(Watch, "post", posts):
+        one = tried(lambda: plan.run(given, timeout=20))
+    dist.barrier()
+    return [one, tried(lambda: plan.run(given, timeout=20))]
+
+
+def test_an_error_that_is_interrupted_reaches_the_others() -> None:
+    with fresh_ranks(4) as ranks:
+        found = ranks.run(interrupt_while_failing, timeout=60)
+    for rank, (one, following) in enumerate(found):
+        assert following.kind == "moved", following
+        assert one.seconds < within(5)
+        kind = "KeyboardInterrupt" if rank == VICTIM else "LiveError"
+        assert one.kind == kind, one
+        assert rank == VICTIM or "rank 1" in one.cause
