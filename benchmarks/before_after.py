@@ -19,6 +19,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,18 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="print every case")
     parser.add_argument("--arguments", default="", help="for the benchmark, in quotes")
     args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as compiled:
+        return compare(args, Path(compiled))
+
+
+def compare(args: argparse.Namespace, compiled: Path) -> int:
+    """Run both trees in turns. ``compiled`` is where Python keeps what it compiles of them: files
+    that it compiles anew in every process of one tree cost a tenth of ``plan_speed.py``."""
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPYCACHEPREFIX"] = str(compiled)
+    for tree in (args.before, args.after):
+        command = [sys.executable, "-m", "compileall", "-q", str(tree / "src")]
+        subprocess.run(command, check=True)
     pairs = []
     for turn in range(args.runs):
         trees = [args.before, args.after]
