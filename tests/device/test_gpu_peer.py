@@ -46,17 +46,8 @@ def test_checkpoints_are_loaded_by_peer_memory() -> None:
 
 
 def test_moves_by_peer_memory() -> None:
-    names = (
-        "casts",
-        "sums",
-        "given_ways",
-        "disjoint",
-        "in_flight",
-        "crossed",
-        "overtaken",
-        "streams",
-    )
-    by_peer_memory(*names, "large", "dtensors", "gradients", backend="nccl")
+    names = ("casts", "sums", "given_ways", "disjoint", "in_flight", "overtaken", "streams")
+    by_peer_memory(*names, "crossed", "large", "dtensors", "gradients", backend="nccl")
 
 
 def test_failures_by_peer_memory() -> None:

@@ -1,8 +1,12 @@
 """What the thread that watches GPU work takes for complete, failed and late; without a GPU."""
 
+import struct
+from types import SimpleNamespace
+
 import pytest
 
 from reshard.errors import LiveError
+from reshard.live.copy.cuda_driver import MAX_OPERATIONS, WAIT, WRITE, Driver
 from reshard.live.session.shared_memory import (
     DONE,
     LAST_STEP,
@@ -76,6 +80,25 @@ def test_the_words_of_a_call_are_free_when_its_stream_has_written_all_of_them() 
         write(signals.own, kind, 1)
         assert signals.own.is_free(later)
     assert not signals.own.has_come(DONE, later, 0)
+
+
+def test_the_driver_gets_signals_in_order_and_at_most_255_at_once() -> None:
+    """Six words for each, as CUstreamBatchMemOpParams has them."""
+    calls = []
+
+    def enqueue(stream: int, number: int, packed: bytes, flags: int) -> int:
+        calls.append((stream, number, flags))
+        words.extend(struct.iter_unpack("<6Q", packed))
+        return 0
+
+    words: list[tuple[int, ...]] = []
+    driver = Driver(SimpleNamespace(cuStreamBatchMemOp_v2=enqueue))
+    driver.enqueue(5, [])
+    assert not calls
+    operations = [(WAIT if n % 2 else WRITE, 8 * n, CALL << 32 | n) for n in range(600)]
+    driver.enqueue(5, operations)
+    assert calls == [(5, MAX_OPERATIONS, 0), (5, MAX_OPERATIONS, 0), (5, 90, 0)]
+    assert words == [(*one, 0, 0, 0) for one in operations]
 
 
 def test_a_stream_that_a_failed_peer_released_is_not_complete() -> None:

@@ -6,6 +6,7 @@ import select
 import socket
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -19,7 +20,7 @@ from reshard.live.session.control import (
     Waiting,
     encode,
 )
-from reshard.live.session.mailbox import MAX_AHEAD, Mailbox
+from reshard.live.session.mailbox import MAX_AHEAD, YIELD_SECONDS, Mailbox
 from reshard.live.session.shared_memory import BufferPool, SharedBuffer
 
 DIGEST = b"d" * 16
@@ -197,6 +198,19 @@ def test_a_peer_may_be_as_far_ahead_as_this_rank_has_come() -> None:
     assert 1 in mailbox.open(2 * MAX_AHEAD).hellos
     mailbox.close(0)
     assert mailbox.num_finished == 2 * MAX_AHEAD
+    mailbox.shut()
+    peer.close()
+
+
+def test_a_thread_that_polls_lets_the_one_that_receives_run() -> None:
+    """It waits without the interpreter's lock, which the other needs to file a message."""
+    mailbox, peer = pair()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(mailbox._polling.try_acquire).result()
+        began = time.monotonic()
+        mailbox.step(0.0)
+        assert time.monotonic() - began > YIELD_SECONDS / 2
+        other.submit(mailbox._polling.release).result()
     mailbox.shut()
     peer.close()
 
